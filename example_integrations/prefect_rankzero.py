@@ -25,7 +25,7 @@ from prefect.states import AwaitingRetry, State
 
 from rankzero import Launcher
 from rankzero.errors import InvalidJobError, RankZeroError
-from rankzero.pipeline import Follower, LineWritten, MetricsReported, attempt, lease, may_retry, storable
+from rankzero.pipeline import Follower, LineWritten, MetricsReported, attempt, lease, may_retry, plain
 
 CRASH_UNNOTICED = 60.0
 """Seconds after which Prefect notices that the process of a flow run has died."""
@@ -113,6 +113,6 @@ def train(function: Callable[..., Any], *args: Any, launcher: Launcher, **kwargs
             if isinstance(event, LineWritten):
                 log.info("%s", event.text)
             elif isinstance(event, MetricsReported):
-                table = partial(create_table_artifact, [storable(event.values)], key="rankzero-metrics")
+                table = partial(create_table_artifact, [plain.storable(event.values)], key="rankzero-metrics")
                 attempt(log, "the table of metrics", table, None)
     return opened.handle.result()

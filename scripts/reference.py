@@ -186,20 +186,35 @@ def _linked(line: str) -> str:
     return _PAGE.sub(r"[\1](../\1)", line)
 
 
-BEGIN, END = "    # Options of a run, made by `make reference`:\n", "    # The end of these options.\n"
+BEGIN, END = "# Options of a run, made by `make reference`:\n", "# The end of these options.\n"
 
 
 def with_options(name: str, lines: Iterable[str]) -> str:
     """A module with a line for each option between its two marks."""
     before, _, rest = (ROOT / name).read_text().partition(BEGIN)
-    return before + BEGIN + "".join(f"    {line}\n" for line in lines) + END + rest.partition(END)[2]
+    indent = before.rpartition("\n")[2]
+    return before + BEGIN + "".join(f"{indent}{line}\n" for line in lines) + indent + END + rest.partition(END)[2]
+
+
+TYPES = {
+    "NumProcesses": "int | tuple[int, int]",
+    "RestartOn": "str | type[BaseException] | Callable[[BaseException], Any] | Sequence[Any]",
+}
+"""Types of core as the operator writes them; a text may be ``"auto"``, too."""
 
 
 def arguments(name: str) -> str:
-    """The module with the operator's arguments."""
-    from airflow_rankzero.templates import OPTIONS, annotation
+    """The module with the operator's arguments: a number may be a text that is rendered to one."""
+    from airflow_rankzero.xcom import OPTIONS
 
-    return with_options(name, (f"{each}: {annotation(option)}" for each, option in OPTIONS.items()))
+    lines = []
+    for each, option in OPTIONS.items():
+        types = [TYPES.get(kind, kind) for kind in option.type.split(" | ") if kind != "None"]
+        types += ["str"] if option.is_number else []
+        types += ["None"] if option.default is None or "None" in option.type else []
+        default = json.dumps(option.default) if isinstance(option.default, str) else repr(option.default)
+        lines.append(f"{each}: {' | '.join(types)} = {default},")
+    return with_options(name, lines)
 
 
 def fields(name: str) -> str:
@@ -217,7 +232,7 @@ def fields(name: str) -> str:
 
 
 FILES = {
-    "airflow_provider/airflow_rankzero/templates.py": arguments,
+    "airflow_provider/airflow_rankzero/operators.py": arguments,
     "dagster_integration/dagster_rankzero/resource.py": fields,
 }
 """What makes each file."""

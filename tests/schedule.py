@@ -23,11 +23,10 @@ TOGETHER = {
     "tests/data/test_snapshots.py": "one JVM",
     "tests/engines/test_spark.py": "another JVM",
     "tests/data/test_rows.py": "another JVM",
-    "tests/data/test_front_doors.py": "another JVM",
     "tests/engines/test_bare_executors.py": "another JVM",
     "tests/engines/test_resources.py": "another JVM",
     "tests/test_launch_cost.py": "another JVM",
-    "tests/compat/test_guides.py": "another JVM",
+    "tests/compat/test_ray_train.py": "another JVM",
     "tests/compat/test_torch_distributor.py": "another JVM",
     "tests/compat/horovod/test_hvd_doors.py": "another JVM",
 }

@@ -15,8 +15,8 @@ from rankzero import EngineError, InvalidJobError, Launcher, SparkEngine, Worker
 from rankzero.engines.spark.errors import explain
 
 TEXTS = [
-    ("ModuleNotFoundError: No module named 'horovod'", "RANKZERO_HOROVOD"),
-    ("ModuleNotFoundError: No module named 'sparkdl.horovod'", "RANKZERO_HOROVOD"),
+    ("ModuleNotFoundError: No module named 'horovod'", "rankzero.compat.horovod"),
+    ("ModuleNotFoundError: No module named 'sparkdl.horovod'", "rankzero.compat.horovod"),
     ("ModuleNotFoundError: No module named 'acme.models'", f"It is not installed for {sys.executable} on "),
     ("ModuleNotFoundError: No module named 'acme.models'", "Write `import acme.models`"),
     ("ImportError: attempted relative import with no known parent package", "-m package.module"),

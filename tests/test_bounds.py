@@ -42,7 +42,7 @@ def test_an_agent_can_try_to_connect_again() -> None:
 
 
 def test_a_driver_is_dead_only_after_several_heartbeats() -> None:
-    assert 3 * bounds.HEARTBEAT_INTERVAL < bounds.DRIVER_DEAD_AFTER() < bounds.DRIVER_STALE_AFTER()
+    assert bounds.DRIVER_DEAD_AFTER() > 3 * bounds.HEARTBEAT_INTERVAL
 
 
 def test_a_driver_is_replaced_only_after_its_agents_have_given_it_up() -> None:

@@ -2,8 +2,6 @@
 
 import json
 import os
-import pty
-import re
 import signal
 import subprocess
 import sys
@@ -136,36 +134,8 @@ def test_a_detached_run_trains_again_after_its_success(script: Path, store: Path
         assert handle.submission == submission
 
 
-@pytest.mark.parametrize("term", ["xterm", "dumb"])
-def test_a_terminal_sees_progress_and_ctrl_c_cancels(script: Path, store: Path, term: str) -> None:
-    ours, theirs = pty.openpty()
-    line = ["--store", str(store), "-n", "1", "--run-id", f"keyed-{term}", "--env", "STEPS=6000", "--env", "PAUSE=0.05"]
-    process = subprocess.Popen(
-        [*COMMAND, "run", *line, str(script)],
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        env={**os.environ, "TERM": term},
-        start_new_session=True,
-    )
-    os.close(theirs)
-    seen = b""
-    try:
-        while not re.search(rb"running  \d+/6000 steps  .* left  loss 0\.\d+", seen):
-            seen += os.read(ours, 1 << 16)
-        # The lines of the ranks go to the pipe, not to the terminal.
-        assert first_line(process).startswith(b"[0] arguments")
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
-        assert b"arguments" not in seen
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
-    assert RunHandle.attach(store / f"keyed-{term}").status().state == "cancelled"
-
-
 @pytest.mark.usefixtures("hangups")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_run_that_is_stopped_from_outside_is_cancelled(script: Path, store: Path, number: signal.Signals) -> None:
     line = [
         "--store",

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +102,7 @@ def test_a_store_that_does_not_exist_is_an_error(tmp_path: Path, command: tuple[
     assert "there is no store at" in done.stderr
 
 
-def test_a_damaged_run_is_a_row_and_can_be_collected(store: Path) -> None:
+def test_a_damaged_run_is_a_row_and_stays(store: Path) -> None:
     for name, file in (("torn", "job.json"), ("lost", "status.json")):
         shutil.copytree(store / "digits-1", store / name)
         path = job_file(store / name) if file == "job.json" else folder_of(store / name) / file
@@ -117,12 +115,7 @@ def test_a_damaged_run_is_a_row_and_can_be_collected(store: Path) -> None:
     assert "problem" not in listed["digits-1"]
     kept = rankzero("gc", "--older-than", "1d")
     assert (kept.exit_code, kept.stderr.count("\n")) == (1, 2)
-    then = time.time() - 2 * 86400
-    for folder, _, names in os.walk(store / "torn"):
-        for name in names:
-            os.utime(os.path.join(folder, name), (then, then))
-    assert "removed 1 of 4 run directories" in rankzero("gc", "--older-than", "1d").stdout
-    assert {str(one["id"]) for one in strict(rankzero("runs", "--json").stdout)} == {"digits-1", "lost", "words-2"}
+    assert "removed 0 of 2 run directories" in kept.stdout
 
 
 def test_lines_are_chosen_by_rank_number_and_pattern(store: Path) -> None:
@@ -146,44 +139,6 @@ def test_lines_have_times_and_are_chosen_by_them(store: Path) -> None:
     log.write_text(re.sub(r"^\[0\] \d{4}(.*line [01])$", r"[0] 2001\1", log.read_text(), flags=re.MULTILINE))
     assert rankzero("logs", "last", "--since", "2h", "--rank", "0").stdout == "line 2\n"
     assert rankzero("logs", "last", "-t", "--rank", "0").stdout.startswith("2001")
-    assert "--timestamps are for lines of ranks" in rankzero("logs", "last", "--driver", "-t").stderr
-
-
-def test_lines_of_one_attempt_are_shown(store: Path) -> None:
-    folder = folder_of(store / "words-2")
-    log, events = folder / "lines", folder / "events.jsonl"
-    log.write_text("".join(f"[0] 2026-01-01T10:0{minute}:00.000Z\tminute {minute}\n" for minute in range(4)))
-    ten = datetime(2026, 1, 1, 10, tzinfo=UTC).timestamp()
-    states = [(0, ten - 5), (0, ten + 1), (1, ten + 90), (1, ten + 100)]
-    events.write_text("".join(json.dumps({"type": "state", "attempt": n, "time": t}) + "\n" for n, t in states))
-    assert rankzero("logs", "last", "--rank", "0", "--attempt", "0").stdout == "minute 0\nminute 1\n"
-    assert rankzero("logs", "last", "--rank", "0", "--attempt", "1").stdout == "minute 2\nminute 3\n"
-    assert rankzero("logs", "last", "--rank", "0", "--attempt", "1", "-n", "1").stdout == "minute 3\n"
-    assert "2 is no attempt of this training, which had: 0, 1" in rankzero("logs", "last", "--attempt", "2").stderr
-
-
-def test_the_output_of_a_driver_is_shown(store: Path) -> None:
-    assert "had no process of its own" in rankzero("logs", "last", "--driver").stderr
-    (folder_of(store / "words-2") / "driver.log").write_text("Exception: no Java\nmore\n")
-    assert rankzero("logs", "last", "--driver", "--grep", "Exception").stdout == "Exception: no Java\n"
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ("logs last --driver --follow", "--driver and --attempt show what has been written so far"),
-        ("logs last --attempt 0 --follow", "--driver and --attempt show what has been written so far"),
-        ("logs last --driver --rank 1", "--rank, --since, --attempt and --timestamps are for lines of ranks"),
-        ("report last --json -o facts.json", "-o is for the page: leave it out with --json and --link"),
-        ("report last --link 1h -o page.html", "-o is for the page: leave it out with --json and --link"),
-        ("runs --label a=1 --label b=1 --label a=2", "a run has one value of a label"),
-    ],
-)
-def test_options_that_exclude_each_other_are_refused(store: Path, given: str, words: str) -> None:
-    (folder_of(store / "words-2") / "driver.log").write_text("started\n")
-    done = rankzero(*given.split())
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert words in " ".join(done.stderr.split())
 
 
 def test_an_unexpected_error_is_one_line_and_debug_shows_it(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

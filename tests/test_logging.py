@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import of_ranks
 
 from rankzero import InvalidJobError, Launcher, WorkerFailedError
-from rankzero.pipeline import print_line
+from rankzero.run.printing import print_line
 
 LINES = ["[0] loss 0.3", "[1] WARNING:root:the learning rate is high", "[1] ERROR: no such file"]
 
@@ -91,7 +91,7 @@ def test_handlers_from_before_the_import_stay() -> None:
         import logging, sys
         logging.getLogger("rankzero.ranks").addHandler(logging.StreamHandler(sys.stderr))
         logging.basicConfig(level="INFO", stream=sys.stderr, format="root: %(message)s")
-        from rankzero.pipeline import print_line
+        from rankzero.run.printing import print_line
         print_line("[0] begins")
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)

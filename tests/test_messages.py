@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import re
 import traceback
@@ -27,7 +26,6 @@ from rankzero import (
     WorkerFailedError,
 )
 from rankzero.testing import run_inline
-from rankzero.values import formats
 
 
 def fail() -> None:
@@ -134,25 +132,6 @@ def test_the_reason_of_a_jvm_that_does_not_start_is_in_the_error(tmp_path: Path)
     with pytest.raises(EngineError, match=r"NumberFormatException|Size must be specified|lots") as raised:
         Launcher(engine=engine, store=tmp_path, run_id="one").run(fail)
     assert raised.value.directory == str(tmp_path / "one")
-
-
-def test_links_that_cannot_be_followed_end_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    state = tmp_path / "state"
-    (state / "inner").mkdir(parents=True)
-    (state / "model.pt").write_bytes(b"model")
-    (state / "good").symlink_to("model.pt")
-    (state / "dangling").symlink_to("gone")
-    (state / "self").symlink_to("self")
-    (state / "inner" / "up").symlink_to("..")
-    os.mkfifo(state / "pipe")
-    size, digest = formats.write_directory(str(state), str(tmp_path / "state.tar"))
-    assert size == (tmp_path / "state.tar").stat().st_size
-    formats.read_directory(str(tmp_path / "state.tar"), digest, str(tmp_path / "read"))
-    files = sorted(str(path.relative_to(tmp_path / "read")) for path in (tmp_path / "read").rglob("*"))
-    assert files == ["good", "inner", "model.pt"]
-    said = capsys.readouterr().out
-    assert said.count("that cannot be followed") == 3
-    assert said.count("pipe, which is neither a file nor a directory") == 1
 
 
 def test_a_path_may_be_a_file_url_and_a_pattern_is_no_path(tmp_path: Path) -> None:

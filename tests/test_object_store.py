@@ -5,18 +5,16 @@ import os
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from tests.conftest import of_ranks, until
 
 from rankzero import Launcher, ResultError, ResultRef, RunHandle, WorkerFailedError, store
 from rankzero.channel.connection import Connection
 from rankzero.channel.server import Server
-from rankzero.cli import main
+from rankzero.run.output import tails
 from rankzero.submit.drivers import start_driver
 
 
@@ -61,37 +59,13 @@ def test_the_report_is_there_too_with_the_last_lines_of_each_rank(remote: Launch
     handle = RunHandle.attach(f"{remote.store}/seen")
     every = {rank: ([f"line {number} of {rank}" for number in range(3)], False) for rank in range(2)}
 
-    def tails(size: int) -> dict[int, tuple[list[str], bool]]:
-        found = handle.output.tails(range(2), size, handle.status()).items()
+    def last(size: int) -> dict[int, tuple[list[str], bool]]:
+        found = tails(handle.lines(), range(2), size).items()
         return {rank: (of_ranks(line.text for line in lines), cut) for rank, (lines, cut) in found}
 
-    assert tails(1000) == every
-    assert tails(len("line 2 of 0")) == {rank: (lines[2:], True) for rank, (lines, _) in every.items()}
+    assert last(1000) == every
+    assert last(len("line 2 of 0")) == {rank: (lines[2:], True) for rank, (lines, _) in every.items()}
     assert b"line 2 of 1" in store.read_bytes(f"{handle.directory}/report.html")
-
-
-def test_a_link_to_the_report_works_in_a_browser_without_credentials(launcher: Launcher, bucket: str) -> None:
-    def train() -> None:
-        print("seen by whoever has the link")
-
-    handle = launcher.options(num_processes=1, store=f"{bucket}/runs").submit(train)
-    assert handle.wait(240)
-    until(lambda: store.exists(f"{handle.directory}/report.html"), 60, "the report")
-    done = CliRunner().invoke(main, ["report", handle.directory, "--link", "2h"], catch_exceptions=False)
-    address = done.stdout.strip()
-    assert "Expires=" in address
-    with urllib.request.urlopen(address, timeout=30) as answer:
-        # A browser shows it, and does not offer to save it.
-        assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
-        assert b"seen by whoever has the link" in answer.read()
-
-
-def test_the_output_of_a_driver_is_not_kept_there(launcher: Launcher, bucket: str) -> None:
-    handle = launcher.options(num_processes=1, store=f"{bucket}/runs").submit(lambda: None)
-    handle.result(timeout=120)
-    done = CliRunner().invoke(main, ["logs", handle.directory, "--driver"])
-    assert done.exit_code == 1
-    assert "has no driver.log: a run on an object store keeps none" in done.stderr
 
 
 def test_a_failure_is_named_there_too(remote: Launcher) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.runs import job
 
 from rankzero import errors
 from rankzero.channel.messages import Failed
@@ -12,6 +13,7 @@ from rankzero.driver import ending, policy
 from rankzero.driver.ending import Failure
 from rankzero.driver.policy import GROWTH_TIMEOUT
 from rankzero.run import observer
+from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.status import RunStatus
 
 
@@ -134,11 +136,12 @@ def test_a_hang_names_who_had_not_joined_and_shows_equal_stacks_once() -> None:
 def test_a_driver_whose_heartbeat_stands_still_is_dead(
     age: float, unchanged: float, dead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch, status, began = observer.HeartbeatWatch(), RunStatus(heartbeat=time.time() - age), time.monotonic()
-    is_dead = watch.is_silent(status)
+    watch = observer.Observer(Submission(RunDirectory("memory://runs/one"), job()))
+    status, began = RunStatus(heartbeat=time.time() - age), time.monotonic()
+    is_dead = watch._is_silent(status)
     if not is_dead:
         monkeypatch.setattr(time, "monotonic", lambda: began + unchanged)
-        is_dead = watch.is_silent(status)
+        is_dead = watch._is_silent(status)
     assert is_dead is dead
 
 

@@ -13,7 +13,7 @@ from tests.runs import job, submitted
 
 from rankzero import InvalidJobError, store
 from rankzero.run.directory import RunDirectory, Submission
-from rankzero.run.retention import ABANDONED, HALF_REMOVED, REMOVAL_CLAIM_TIMEOUT, Age, collect, is_due
+from rankzero.run.retention import ABANDONED, HALF_REMOVED, REMOVAL_CLAIM_TIMEOUT, collect
 from rankzero.run.status import RunStatus
 from rankzero.submit.existing import claim
 
@@ -58,26 +58,9 @@ def names(root: str) -> list[str]:
     return [name for name in store.list_names(root) if "." in name or store.tree_size(store.join(root, name))]
 
 
-@pytest.mark.parametrize(
-    ("age", "due"),
-    [
-        (Age("succeeded", True, OLD), True),
-        (Age("failed", True, OLD), True),
-        (Age("cancelled", True, YOUNG), False),
-        (Age("running", False, OLD), False),
-        (Age(ABANDONED, True, OLD), True),
-        (Age(ABANDONED, True, YOUNG), False),
-        (Age(HALF_REMOVED, True, NOW), True),
-        (Age(HALF_REMOVED, True, NOW, is_empty=True), False),
-        (Age(HALF_REMOVED, True, OLD, is_empty=True), True),
-    ],
-)
-def test_decision(age: Age, due: bool) -> None:
-    assert is_due(age, NOW, MONTH) is due
-
-
-def test_what_was_begun_in_this_hour_is_never_due() -> None:
-    assert not is_due(Age(ABANDONED, True, NOW - 600), NOW, older_than=1.0)
+def test_what_was_begun_in_this_hour_stays(root: str) -> None:
+    begin(root, "begun")
+    assert collect(root, 1.0, now=NOW + 600).removed == []
 
 
 def test_only_old_runs_that_ended_are_removed(root: str) -> None:

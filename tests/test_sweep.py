@@ -45,10 +45,10 @@ def test_a_sweep_names_its_trials_and_its_best_and_a_failure_ends_nothing_else(
     assert f"trial 2 ({{'lr': 0.3}}) succeeded: loss {1 / 3}" in printed
     assert any(line.startswith("trial 1 ({'lr': 0.9, 'fails': True}) failed: ") for line in printed)
     # The call has returned: the next one delivers nothing, also if a trial fails each night.
-    began = [RunHandle.attach(trial.directory).created for trial in sweep]
+    began = [RunHandle.attach(trial.directory).job.created for trial in sweep]
     again = launcher.map(train, params)
     assert [trial.state for trial in again] == [trial.state for trial in sweep]
-    assert all(RunHandle.attach(trial.directory).created > when for trial, when in zip(again, began, strict=True))
+    assert all(RunHandle.attach(trial.directory).job.created > when for trial, when in zip(again, began, strict=True))
     with pytest.raises(InvalidJobError, match='give map\\(..., metric="loss"\\)'):
         _ = again.best
 
@@ -134,13 +134,13 @@ def test_an_interrupt_ends_all_trials_and_the_next_call_trains_only_the_rest(
     first, second = (directory_of(tmp_path, rate) for rate in (0.1, 0.2))
     assert RunHandle[Any].attach(second).wait(60)
     assert {one.status.state for one in list_runs(tmp_path)} == {"succeeded", "cancelled"}
-    began = RunHandle.attach(first).created
+    began = RunHandle.attach(first).job.created
     # A trial more, and another order. What the run id had reported before counts for nothing.
     params: list[dict[str, Any]] = [{"lr": 0.5, "steps": 1}, {"lr": 0.2, "steps": 1}, {"lr": 0.1}]
     again = Launcher(store=tmp_path, run_id="s").map(train, params, metric="loss")
     assert [trial.state for trial in again] == ["succeeded"] * 3
     assert again[1].value == pytest.approx(1.01)
-    assert RunHandle.attach(again[2].directory).created == began, "it was delivered, and did not train again"
+    assert RunHandle.attach(again[2].directory).job.created == began, "it was delivered, and did not train again"
 
 
 @pytest.mark.parametrize(

@@ -192,23 +192,6 @@ def test_a_value_that_cannot_be_stored_takes_no_room(
     assert list((folder_of(tmp_path / "store" / "one") / "result").iterdir()) == []
 
 
-def test_a_proof_leaves_classes_as_they_are(tmp_path: Path) -> None:
-    made: list[str] = []
-
-    class Registered:
-        def __init_subclass__(cls) -> None:
-            made.append(cls.__name__)
-
-    class Mine(Registered):
-        def method(self) -> int:
-            return len(made)
-
-    method = Mine.method
-    formats.write([Mine()], "pickle", str(tmp_path / "file"))
-    assert Mine.method is method
-    assert made == ["Mine"]
-
-
 def write_elsewhere(program: str, tmp_path: Path) -> ResultRef:
     """What a process that knows more than this one has saved."""
     (tmp_path / "only_there.py").write_text("class Thing:\n    pass\n")
@@ -268,15 +251,6 @@ def test_a_file_that_may_not_be_read_is_a_result_error(tmp_path: Path) -> None:
 
 
 # -- bookkeeping ---------------------------------------------------------------------------------
-
-
-def test_a_compiled_or_exported_model_comes_back_as_torch_saves_it(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 1)
-    x = torch.ones(3, 2)
-    value = [torch.jit.script(model), torch.jit.trace(model, x), torch.export.export(model, (x,))]
-    scripted, traced, exported = back({"models": value}, tmp_path)["models"]
-    for found in (scripted(x), traced(x), exported.module()(x)):
-        torch.testing.assert_close(found, model(x))
 
 
 def test_containers_that_hold_themselves_come_back(tmp_path: Path) -> None:

@@ -1,14 +1,14 @@
 """Airflow provider of rankzero: runs PyTorch training as a task and passes rank 0's result on through XCom.
 
 The modules are thin layers over core, which launches, follows and ends runs, and have the names of Airflow's nouns.
-Two stand apart because of what imports them: `provider_info` (Airflow, while it configures itself) and `secrets`
-(ranks). `_compat` has everything of Airflow that is private or differs between its versions. Importing this package
-imports neither torch nor pyspark, and Airflow only when a name is used.
+`provider_info` stands apart because Airflow imports it while it configures itself; `_compat` has everything of Airflow
+that is private or differs between its versions. Importing this package imports neither torch nor pyspark, and Airflow
+only when a name is used.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rankzero import lazy_names
 
@@ -19,19 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchDistributorOperator", "store_or_default", "torch_distributor"]
 
-_load = lazy_names(
+lazy_names(
     __name__,
     "decorators.torch_distributor operators.TorchDistributorOperator provider_info.store_or_default",
 )
-
-
-def __getattr__(name: str) -> Any:
-    try:
-        return _load(name)
-    except ModuleNotFoundError as error:
-        if error.name not in ("airflow", "airflow.sdk"):
-            raise
-        raise ImportError(f"{name} needs Airflow 3.1 or newer: pip install 'apache-airflow>=3.1'") from error
 
 
 def __dir__() -> list[str]:

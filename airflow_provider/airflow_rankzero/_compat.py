@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
-import re
 from typing import Any
 
 _TASK_RUNNER = "airflow.sdk.execution_time.task_runner"
@@ -25,7 +23,6 @@ def _exception(name: str) -> Any:
 
 conf = _find("conf", "airflow.sdk", "airflow.configuration")
 AirflowPlugin = _find("AirflowPlugin", "airflow.sdk.plugins_manager", "airflow.plugins_manager")
-AirflowException = _exception("AirflowException")
 AirflowFailException = _exception("AirflowFailException")
 AirflowNotFoundException = _exception("AirflowNotFoundException")
 AirflowRescheduleException = _exception("AirflowRescheduleException")
@@ -78,13 +75,3 @@ def is_in_process() -> bool:
     """Returns True in ``airflow tasks test``, ``airflow dags test`` and ``dag.test()``: no worker runs the task."""
     comms = getattr(importlib.import_module(_TASK_RUNNER), "SUPERVISOR_COMMS", None)
     return type(comms).__name__ == "InProcessSupervisorComms"
-
-
-def extra_of_alias(facts: dict[str, Any]) -> dict[str, Any]:
-    """Returns facts that the event of an asset alias can store: before Airflow 3.1.4, nested values become JSON."""
-    from airflow import __version__
-
-    if tuple(int(part) for part in re.findall(r"\d+", __version__)[:3]) >= (3, 1, 4):
-        return facts
-    # An older server hashes the values, and for nested ones fails the task that has succeeded.
-    return {name: json.dumps(value) if isinstance(value, dict | list) else value for name, value in facts.items()}

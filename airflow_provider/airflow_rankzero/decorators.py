@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, overload
 
 from airflow.sdk.bases.decorator import DecoratedOperator, task_decorator_factory
 
@@ -11,8 +11,6 @@ from airflow_rankzero.operators import TorchDistributorOperator
 
 if TYPE_CHECKING:
     from airflow.sdk.bases.decorator import Task
-
-    from airflow_rankzero.templates import TrainingArguments
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,9 +44,7 @@ class _TorchDistributorDecoratedOperator(DecoratedOperator, TorchDistributorOper
 @overload
 def torch_distributor(python_callable: Callable[P, R]) -> Task[P, R]: ...
 @overload
-def torch_distributor(
-    *, multiple_outputs: bool = ..., **kwargs: Unpack[TrainingArguments]
-) -> Callable[[Callable[P, R]], Task[P, R]]: ...
+def torch_distributor(*, multiple_outputs: bool = ..., **kwargs: Any) -> Callable[[Callable[P, R]], Task[P, R]]: ...
 def torch_distributor(
     python_callable: Callable[..., Any] | None = None, *, multiple_outputs: bool = False, **kwargs: Any
 ) -> Any:

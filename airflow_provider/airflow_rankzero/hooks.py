@@ -1,4 +1,4 @@
-"""Connections: where trainings run (`Target`), and the hook of the type ``rankzero``.
+"""Connections: where trainings run (`Target`), the hook of the type ``rankzero``, and paths beside a DAG file.
 
 Airflow imports this module when it reads a DAG file, so an engine is imported only when it is used.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -20,12 +22,10 @@ from airflow_rankzero import provider_info
 from airflow_rankzero._compat import AirflowNotFoundException, mask_secret
 from airflow_rankzero.provider_info import CONN_FIELDS
 from rankzero.errors import InvalidJobError, RankZeroError
-from rankzero.pipeline import secrets_of, spelt, store
+from rankzero.pipeline import secrets_of, store
 
 if TYPE_CHECKING:
     from airflow.sdk import Connection
-
-    from rankzero.pipeline import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +34,6 @@ CLIENT, CLUSTER = "client", "cluster"
 CONNECT_SCHEME = "sc://"
 _SCHEMES = ("spark://", "k8s://", CONNECT_SCHEME)
 _CONF_OF_EXTRA = {"queue": "spark.yarn.queue", "namespace": "spark.kubernetes.namespace"}
-# A web form stores every field of a connection, also those without meaning here.
-_WITHOUT_EFFECT = frozenset({"spark-binary", "rest-scheme", "rest-port", "yarn_resourcemanager_webapp_address"})
-
 
 TEST_START_TIMEOUT = 30.0
 """Seconds for ranks to start while a user waits at a web page."""
@@ -98,7 +95,7 @@ class Target:
             )
         return readers[connection.conn_type](_Fields(connection))
 
-    def engine(self, conf: Mapping[str, str] | None = None) -> Engine:
+    def engine(self, conf: Mapping[str, Any] | None = None) -> Any:
         """Returns the engine that places the ranks there. Raises InvalidJobError for a wrong master or configuration.
 
         The task's own ``conf`` overrides the connection's. A local engine and a Spark Connect server ignore it, so that
@@ -106,7 +103,6 @@ class Target:
         """
         # Here: who only reads a DAG file needs no engine.
         from rankzero import LocalEngine, SparkConnectEngine, SparkEngine, SparkSubmitEngine
-        from rankzero.pipeline import embedded_engine
 
         if self.kind == LOCAL:
             if conf:
@@ -116,10 +112,12 @@ class Target:
             if conf or self.conf:
                 logger.info("a Spark Connect server has its configuration, so spark_conf has no effect")
             return SparkConnectEngine(f"{self.master}{self.parameters}")
+        if conf is not None and not isinstance(conf, Mapping):
+            raise InvalidJobError(f"spark_conf is a {type(conf).__name__}; it must map names to values")
         merged = {**self.conf, **(conf or {})}
         mask_secrets(merged)
         if self.master is None and self.deploy_mode == CLIENT:
-            return embedded_engine(merged)
+            return SparkEngine.embedded(merged)
         if self.deploy_mode == CLIENT:
             return SparkEngine(master=self.master, conf=merged)
         return SparkSubmitEngine(master=self.master, conf=merged)
@@ -128,11 +126,6 @@ class Target:
     def is_connect(self) -> bool:
         """True if the master is a Spark Connect server."""
         return self.kind == SPARK and (self.master or "").startswith(CONNECT_SCHEME)
-
-    def __str__(self) -> str:
-        if self.kind == LOCAL:
-            return "this machine"
-        return (self.master or "").partition("/;")[0] or "an embedded local Spark"
 
 
 class RankZeroHook(BaseHook):
@@ -166,27 +159,18 @@ class RankZeroHook(BaseHook):
         machine. It starts no JVM. On Spark Connect, which needs none here, two ranks (or those of one task, if these
         are more) examine the cluster.
         """
-        from rankzero.pipeline import OK, examine, find_problems
+        from rankzero.pipeline import examine
 
-        here = f"seen from {socket.gethostname()}"
         try:
-            target = self.get_conn()
-            given = examined(self.rankzero_conn_id, {})
-            if target.is_connect:
-                found = examine(**given, start_timeout=TEST_START_TIMEOUT)
-                shown = [one for one in found.findings if one.level != OK] or found.findings
-                texts = [f"{one.about}: {one.what}" + (f" ({one.mend})" if one.mend else "") for one in shown]
-                return found.healthy, f"{here} and by {len(found.ranks)} ranks: " + "; ".join(texts)
-            root = store.root_of(given.pop("store"))
-            problems = find_problems(given.pop("engine"), root, **given)
+            target, given = self.get_conn(), examined(self.rankzero_conn_id, {})
+            found = examine(**given, start_timeout=TEST_START_TIMEOUT, trains=target.is_connect)
         except RankZeroError as error:
             return False, str(error)
-        if problems:
-            return False, f"{here}: " + "; ".join(problems)
-        return True, (
-            f"{here}: no problem found for a training on {target}, and {root} can be written. "
-            f"What its ranks see shows `rankzero doctor --conn-id {self.rankzero_conn_id}`"
-        )
+        told = f"seen from {socket.gethostname()}: {found}"
+        if found.healthy and not target.is_connect:
+            told += f", with run directories in {store.root_of(given['store'])}. "
+            told += f"What its ranks see shows `rankzero doctor --conn-id {self.rankzero_conn_id}`"
+        return found.healthy, told
 
 
 def examined(conn_id: str, conf: Mapping[str, str]) -> dict[str, Any]:
@@ -246,14 +230,11 @@ def _of_rankzero(fields: _Fields) -> Target:
             f"it has {', '.join(CONN_FIELDS)}"
         )
     kind = fields.choice("engine", SPARK, LOCAL)
-    conf = as_text(f"{where}: conf", fields.object("conf", extra.get("conf", {})))
+    conf = fields.object("conf", extra.get("conf", {}))
     mask_secrets(conf)
     count = extra.get("processes_per_task")
     if count is not None and (isinstance(count, bool) or not str(count).isdecimal() or int(str(count)) < 1):
         raise InvalidJobError(f"{where} has processes_per_task {count!r}; it must be a whole number from 1 on")
-    unused = [name for name, given in (("host", fields.connection.host), ("conf", conf)) if given and kind == LOCAL]
-    if unused:
-        logger.warning("%s: the engine is 'local', so %s has no effect", where, " and ".join(unused))
     return Target(
         kind,
         _master(fields) if kind == SPARK else None,
@@ -266,9 +247,6 @@ def _of_rankzero(fields: _Fields) -> Target:
 
 
 def _of_spark(fields: _Fields) -> Target:
-    known = {*_CONF_OF_EXTRA, *_WITHOUT_EFFECT, "deploy-mode"}
-    if unused := sorted(set(fields.extra) - known):
-        logger.warning("%s: the fields %s have no effect; use spark_conf", fields.where, ", ".join(unused))
     conf = {key: str(fields.extra[name]) for name, key in _CONF_OF_EXTRA.items() if name in fields.extra}
     return Target(SPARK, _master(fields), conf, deploy_mode=fields.choice("deploy-mode", CLIENT, CLUSTER))
 
@@ -309,25 +287,58 @@ def _master(fields: _Fields) -> str:
     return f"{host}:{port}" if port and ":" not in host.rpartition("://")[2] else host
 
 
-def as_text(name: str, pairs: Mapping[str, Any] | None) -> dict[str, str]:
-    """Returns numbers and flags as Spark spells them; None is empty. Raises InvalidJobError with the pairs' ``name``.
-
-    JSON has numbers and flags, and a DAG with ``render_template_as_native_obj`` turns every ``"2"`` into a number.
-    """
-    if pairs is None:
-        return {}
-    if not isinstance(pairs, Mapping):
-        raise InvalidJobError(f"{name} is a {type(pairs).__name__}; it must map strings to strings")
-    texts = {}
-    for key, value in pairs.items():
-        value = spelt(value)
-        if not isinstance(value, str) or not isinstance(key, str):
-            raise InvalidJobError(f"{name}[{key!r}] is a {type(value).__name__}; names and values must be strings")
-        texts[key] = value
-    return texts
-
-
 def mask_secrets(pairs: Mapping[str, Any]) -> None:
     """Makes Airflow write ``***`` for the secret values in all later log lines and rendered fields of this process."""
     for secret in secrets_of(pairs):
         mask_secret(secret)
+
+
+# -- paths, which begin beside the DAG file: a worker's own directory means nothing, and a git bundle moves -----
+
+
+def train_beside(folder: str, train: Any) -> Any:
+    """Returns ``train`` with the path of a script as an absolute one, and files in a command by their relative paths.
+
+    Args:
+        folder: The folder of the DAG file.
+        train: The rendered argument.
+    """
+    if isinstance(train, (list, tuple)):
+        return [_word_beside(folder, word, is_program=number == 0) for number, word in enumerate(train)]
+    is_module = isinstance(train, str) and (train.startswith("-m ") or (":" in train and os.sep not in train))
+    return train if is_module or not isinstance(train, (str, os.PathLike)) else path_beside(folder, train)
+
+
+def path_beside(folder: str, path: Any) -> Any:
+    """Returns a path, or a list of paths, as absolute ones; None and other objects unchanged."""
+    if isinstance(path, (list, tuple)):
+        return [path_beside(folder, each) for each in path]
+    if not isinstance(path, (str, os.PathLike)):
+        return path
+    return os.path.normpath(os.path.join(folder, os.path.expanduser(os.fspath(path))))
+
+
+def dataset_beside(folder: str, dataset: Any) -> Any:
+    """Returns a dataset, or a dict of them by name, with relative paths as those beside the DAG file.
+
+    Spaces around a text are removed. Names of tables, queries, URLs (also ``file:/x``) and results of other tasks are
+    unchanged.
+    """
+    if isinstance(dataset, Mapping):
+        return {name: dataset_beside(folder, source) for name, source in dataset.items()}
+    if isinstance(dataset, str):
+        dataset = dataset.strip()
+    if not isinstance(dataset, (str, PurePath)) or not dataset or store.has_scheme(os.fspath(dataset)):
+        return dataset
+    from rankzero.pipeline import datasets
+
+    found = path_beside(folder, dataset)
+    return found if datasets.is_path(dataset) or os.path.exists(found) else dataset
+
+
+def _word_beside(folder: str, word: Any, *, is_program: bool) -> Any:
+    """Returns a word of a command: still a relative path, by which the file travels."""
+    is_path = isinstance(word, str) and not os.path.isabs(word) and (os.sep in word or not is_program)
+    if is_path and os.path.isfile(os.path.join(folder, word)):
+        return os.path.join(os.curdir, os.path.relpath(os.path.join(folder, word)))
+    return word

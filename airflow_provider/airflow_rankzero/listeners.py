@@ -12,9 +12,7 @@ scheduler cannot reach, is ended by its lease.
 
 from __future__ import annotations
 
-import itertools
 import logging
-import queue
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -81,9 +79,6 @@ _ENDED = ("failed", "success", "skipped", "upstream_failed", "removed")
 _KEY = ("dag_id", "run_id", "task_id", "map_index")
 LABELS = ("dag_id", "dag_run_id", "task_id", "map_index")  # The same, among the labels of a training
 
-THREADS = 8
-"""Threads that end trainings. While all wait for stores that do not respond, the other trainings end by their lease."""
-
 
 @hookimpl
 def on_starting(component: Any) -> None:
@@ -94,29 +89,28 @@ def on_starting(component: Any) -> None:
 
 def _watch(job: Any) -> None:
     watch = Watch()
-    for number in itertools.count():
+    while True:
         time.sleep(POLL_INTERVAL)
         # Airflow sets the type after it has called the listener.
         if job.job_type != "SchedulerJob":
             return
-        for _ in range(0 if number else THREADS):
-            threading.Thread(target=watch.end, name="rankzero-end", daemon=True).start()
         try:
-            watch.poll()
+            for row in watch.poll():
+                # A thread for each: a store that does not respond must not keep the other trainings alive.
+                threading.Thread(target=end, args=(row,), name="rankzero-end", daemon=True).start()
         except Exception:
             logger.warning("the tasks with trainings cannot be queried; the next query is in 5 s", exc_info=True)
 
 
 class Watch:
-    """Finds the tasks that have ended or vanished, and ends those of their trainings that no follower has ended."""
+    """Finds the tasks that have ended or vanished, whose trainings no follower has ended by now."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[Any, ...], Any] = {}
         self._ended: dict[tuple[Any, ...], tuple[float, Any]] = {}
-        self.due: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def poll(self) -> None:
-        """Queries the tasks that have not ended and have had a training, and notes which ones have ended since."""
+    def poll(self) -> list[Any]:
+        """Queries the tasks that have not ended and have had a training; returns those that have ended, once each."""
         # From the tasks to their XComs, each by an index: few tasks are waiting, and many XComs are kept.
         xcom, task = _compat.model("xcom.XComModel"), _compat.model("taskinstance.TaskInstance")
         columns = [*(getattr(task, name) for name in (*_KEY, "id", "try_number")), xcom.value]
@@ -129,20 +123,13 @@ class Watch:
         self._ended |= {
             key: (now + FOLLOWER_GRACE, self._waiting[key]) for key in self._waiting.keys() - waiting.keys()
         }
-        for key, (when, row) in [*self._ended.items()]:
-            if key in waiting or when <= now:
-                del self._ended[key]
-                if key not in waiting:
-                    self.due.put(row)
         self._waiting = waiting
-
-    def end(self) -> None:
-        """Ends the trainings that are due, without an end."""
-        while True:
-            _end(self.due.get())
+        due = {key: row for key, (when, row) in self._ended.items() if when <= now and key not in waiting}
+        self._ended = {key: one for key, one in self._ended.items() if key not in due and key not in waiting}
+        return [*due.values()]
 
 
-def _end(row: Any) -> None:
+def end(row: Any) -> None:
     """Ends the living training of a task that has ended or vanished, unless its follower does."""
     from rankzero import RunHandle
     from rankzero.errors import RunNotFoundError

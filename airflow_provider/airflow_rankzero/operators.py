@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow.sdk import BaseOperator, get_current_context
 
-import rankzero
-from airflow_rankzero import openlineage, provider_info, templates, tries, xcom
+from airflow_rankzero import hooks, openlineage, provider_info, tries, xcom
 from airflow_rankzero._compat import (
     AirflowFailException,
     AirflowNotFoundException,
@@ -23,20 +23,18 @@ from airflow_rankzero._compat import (
     TaskDeferred,
     conf,
 )
-from airflow_rankzero.hooks import Target, as_text, mask_secrets
-from airflow_rankzero.links import DIRECTORY_KEY, ReportLink, RunDirectoryLink, SparkUILink, push_links
-from airflow_rankzero.secrets import RANK_ENVIRONMENT
-from airflow_rankzero.tries import TaskLog, TaskTry, run_id_of
-from rankzero import CheckpointConfig, Launcher
+from airflow_rankzero.links import DIRECTORY_KEY, ReportLink, SparkUILink, push_links
+from airflow_rankzero.tries import TaskLog, TaskTry
+from airflow_rankzero.xcom import OPTIONS, TEMPLATED
+from rankzero import CheckpointConfig, Launcher, RunHandle
 from rankzero.errors import InvalidJobError, RankZeroError, WorkerFailedError, error_from_json
-from rankzero.pipeline import attempt, describe_world, described, detaching, end, may_retry
+from rankzero.pipeline import attempt, may_retry
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
-    from airflow_rankzero.templates import OperatorArguments
-    from rankzero import RunHandle
-    from rankzero.pipeline import Opened
+    from rankzero.tracking import Tracker
+
 
 _GENERATION = "generation"
 
@@ -46,7 +44,6 @@ _TASK_CONTAINER_MARKS = ("AIRFLOW_IS_K8S_EXECUTOR_POD", "AIRFLOW_IS_EXECUTOR_CON
 # Set by executors that start a container for each task: Kubernetes; AWS ECS and Batch.
 
 
-@described(templates.OPTIONS)
 class TorchDistributorOperator(BaseOperator):
     """Runs PyTorch on ``num_processes`` ranks as a barrier Spark job; rank 0's value is the task's XCom.
 
@@ -79,7 +76,7 @@ class TorchDistributorOperator(BaseOperator):
         deferrable: True frees the worker slot while the ranks train; the triggerer follows them. The driver of the
             run stays on the worker's host. In a container for this task alone (KubernetesExecutor) it would end
             with the container, so there the task does not defer, and warns.
-        **options: Every option of a run, which `rankzero.options` describes. A relative path begins at the DAG file.
+        **options: Every option of a run.
         kwargs: Arguments of every Airflow operator, ``task_id`` first of all.
 
     Raises:
@@ -87,35 +84,28 @@ class TorchDistributorOperator(BaseOperator):
         AirflowSkipException: the first rank to end did so with one of ``skip_on_exit_code``.
         rankzero.WorkerFailedError: a rank failed; holds the first cause.
         rankzero.RankZeroError: other subclasses for slots, time, cancellation, the result.
-        AirflowRescheduleException: this worker is shut down; the training continues, and the task attaches to it again.
 
     Example:
         >>> train_model = TorchDistributorOperator(
         ...     task_id="train",
         ...     train="train.py",
-        ...     op_args=["--lr", "{{ params.lr }}"],
         ...     num_processes=4,
         ...     conn_id="spark_default",
         ... )
     """
 
-    template_fields: Sequence[str] = ("script", *templates.ARGUMENTS)
-    template_fields_renderers: ClassVar[dict[str, str]] = {
-        "op_args": "py",
-        "op_kwargs": "py",
-        "spark_conf": "json",
-        "env": "json",
-    }
+    template_fields: Sequence[str] = ("script", *TEMPLATED)
+    template_fields_renderers: ClassVar = {"op_args": "py", "op_kwargs": "py", "spark_conf": "json", "env": "json"}
     shallow_copy_attrs: Sequence[str] = ("train",)
-    operator_extra_links = (SparkUILink(), RunDirectoryLink(), ReportLink())
+    operator_extra_links = (SparkUILink(), ReportLink())
 
-    env: Mapping[str, Any] | None
-    store: str | os.PathLike[str] | None
-    stop_grace: float
     dataset: Any
+    env: Any
+    restart_on: Any
+    stop_grace: float
+    store: Any
 
     # Template fields are assigned unchanged: when a DAG file is parsed they may be XComArgs.
-    @templates.takes_options
     def __init__(
         self,
         *,
@@ -129,13 +119,40 @@ class TorchDistributorOperator(BaseOperator):
         skip_on_exit_code: int | Collection[int] | None = None,
         log_ranks: Sequence[int] | None = None,
         deferrable: bool = conf.getboolean("operators", "default_deferrable", fallback=False),
-        **kwargs: Unpack[OperatorArguments],
+        # Options of a run, made by `make reference`:
+        num_processes: int | tuple[int, int] | str = 2,
+        use_gpu: bool | None = None,
+        processes_per_task: int | str | None = None,
+        cpus_per_process: int | None = None,
+        backend: str | None = "auto",
+        env: Mapping[str, str] | None = None,
+        timeout: float | str | None = None,
+        start_timeout: float | str = 600.0,
+        hang_timeout: float | str | None = None,
+        orphan_timeout: float | None = None,
+        max_restarts: int | str = 0,
+        restart_on: str | type[BaseException] | Callable[[BaseException], Any] | Sequence[Any] = (),
+        store: str | os.PathLike[str] | None = None,
+        dataset: Any | None = None,
+        max_preemptions: int | None = None,
+        stop_grace: float = 2.0,
+        exit_timeout: float = 5.0,
+        ports: tuple[int, int] | None = None,
+        checkpoints: CheckpointConfig | None = None,
+        warm_start: bool = True,
+        encrypt: bool | None = None,
+        code_version: str | None = None,
+        working_dir: str | os.PathLike[str] | None = None,
+        py_files: Sequence[str | os.PathLike[str]] = (),
+        excludes: Sequence[str] = (),
+        trackers: Sequence[Tracker] = (),
+        # The end of these options.
+        **kwargs: Any,
     ) -> None:
-        given: dict[str, Any] = {**kwargs}
-        options = {name: given.pop(name, option.default) for name, option in templates.OPTIONS.items()}
-        super().__init__(**given)
-        for name, value in options.items():
-            setattr(self, name, value)
+        given = locals()
+        super().__init__(**kwargs)
+        for name in OPTIONS:
+            setattr(self, name, given[name])
         self.train = train
         # Airflow calls a template field that can be called, so a function is none.
         self.script = None if callable(train) else train
@@ -153,16 +170,15 @@ class TorchDistributorOperator(BaseOperator):
         # Run directory and result of `openlineage.facets`, as far as they are known.
         self._lineage: dict[str, Any] = {}
         try:
-            templates.check_early(self)
-            templates.check_context(self.train, self.op_args, self.op_kwargs)
+            xcom.check_early(self)
         except InvalidJobError as error:
             try:
                 get_current_context()
             except RuntimeError:
                 raise error from None
             # A mapped task is created from its values in each try.
-            raise _failure(error) from error
-        templates.prepare(self)
+            raise self._final(error) from error
+        self._prepare()
 
     def render_template(
         self, content: Any, context: Any, jinja_env: Any = None, seen_oids: set[int] | None = None
@@ -175,9 +191,9 @@ class TorchDistributorOperator(BaseOperator):
         content = xcom.by_map_index(content, self.get_closest_mapped_task_group())
         rendered = super().render_template(content, context, jinja_env, seen_oids)
         if isinstance(rendered, str):
-            mask_secrets({"": rendered})
+            hooks.mask_secrets({"": rendered})
         elif isinstance(rendered, Mapping) and (content is self.env or content is self.spark_conf):
-            mask_secrets(rendered)
+            hooks.mask_secrets(rendered)
         return rendered
 
     def execute(self, context: Context) -> Any:
@@ -190,13 +206,13 @@ class TorchDistributorOperator(BaseOperator):
         try:
             args, kwargs = xcom.positional(self.op_args), xcom.keyword(self.op_kwargs)
             launcher = self._launcher(context)
-            train = templates.train_beside(context["dag"].fileloc, self.script) if self.script else self.train
+            train = hooks.train_beside(self._folder, self.script) if self.script else self.train
             self._end_cleared(launcher, task_try)
             while True:
                 left: BaseException | None = None
                 with launcher.durable(train, args, kwargs, task_try, self.log) as opened:
                     try:
-                        self._follow(opened, launcher, task_try)
+                        self._follow(opened.handle, launcher, task_try, attached=opened.attached)
                     except (TaskDeferred, AirflowRescheduleException) as leaving:
                         # Not an interruption: the run continues, and Airflow comes back to it.
                         left = leaving
@@ -209,7 +225,7 @@ class TorchDistributorOperator(BaseOperator):
             if isinstance(error.__cause__, AirflowNotFoundException):
                 # A secrets backend may be back at the next try.
                 raise
-            raise self._final(error, has_checkpoint=False) from error
+            raise self._final(error) from error
         return self._deliver(context, opened.handle)
 
     def _end_cleared(self, launcher: Launcher, task_try: TaskTry) -> None:
@@ -222,21 +238,19 @@ class TorchDistributorOperator(BaseOperator):
             self.log.info("the deferred task was cleared; the run in %s ends, and is submitted again", before.directory)
             before.cancel(follower, "the deferred Airflow task was cleared")
 
-    def _follow(self, opened: Opened, launcher: Launcher, task_try: TaskTry) -> None:
+    def _follow(self, handle: RunHandle[Any], launcher: Launcher, task_try: TaskTry, *, attached: bool) -> None:
         """Follows the run to its end, here or in the triggerer."""
-        handle = opened.handle
         push_links(task_try.ti, directory=handle.directory)
         assert launcher.engine
         facts = {
             "run directory": handle.directory,
             "engine": ", ".join(str(word) for word in launcher.engine.to_spec()[0].values() if word),
-            "ranks": describe_world(launcher.num_processes),
-            "GPUs": describe_world(launcher.num_processes) if launcher.use_gpu else None,
-            "attempt": handle.status().attempt,
+            "ranks": handle.job.world,
+            "GPUs": handle.job.world if launcher.use_gpu else None,
             "continues without a follower, s": launcher.orphan_timeout if task_try.is_followed_by_another else None,
         }
         tries.show(self.log, "Training run", facts)
-        task_log = TaskLog(handle, task_try, self, attached=opened.attached)
+        task_log = TaskLog(handle, task_try, self, attached=attached)
         if self.deferrable and not handle.status().final:
             task_log.detach_if_killed()
             from airflow_rankzero.triggers import RunTrigger
@@ -245,7 +259,7 @@ class TorchDistributorOperator(BaseOperator):
             follower = {**task_try.receiver, _GENERATION: task_try.generation}
             attempt(self.log, "the record of the deferral", lambda: handle.offer(follower), None)
             self.defer(
-                trigger=RunTrigger(handle.directory, handle.nonce, self.conn_id, self.log_ranks, opened.attached),
+                trigger=RunTrigger(handle.directory, handle.nonce, self.conn_id, self.log_ranks, attached),
                 method_name="execute_complete",
                 timeout=self.execution_timeout,
             )
@@ -255,24 +269,18 @@ class TorchDistributorOperator(BaseOperator):
         """Returns what `execute` does, after the trigger has seen the end of the run."""
         if error := event.get("error"):
             self.log.warning("the trigger could not follow the run: %s", error)
+            self.deferrable = False
         # Another process than that of `execute`: what the connection holds must not be shown here either.
         try:
-            Target.from_conn_id(self.conn_id)
+            hooks.Target.from_conn_id(self.conn_id)
         except Exception as problem:
             # The training has an end of its own, whatever becomes of the secrets backend meanwhile.
             self.log.warning("the connection's secrets cannot be masked: %s", type(problem).__name__)
         task_try = TaskTry(context["ti"])
-        handle: RunHandle[Any] = rankzero.RunHandle.attach(event["directory"])
-        if handle.nonce != event["nonce"]:
+        handle: RunHandle[Any] = RunHandle.attach(event["directory"])
+        if handle.nonce != event["nonce"] or not handle.status().final or task_try.is_replaced(handle):
             return self._execute(context)
-        with detaching(lambda: handle, task_try, self.stop_grace, self.log):
-            push_links(task_try.ti, spark_ui=handle.status().engine_url, directory=handle.directory)
-            if not handle.status().final:
-                # The trigger cannot follow the run. If an earlier triggerer was blocked, it finds out by this record.
-                attempt(self.log, "the record of the follower", lambda: handle.offer(task_try.receiver), None)
-                TaskLog(handle, task_try, self, attached=True).follow()
-        if task_try.is_replaced(handle):
-            return self._execute(context)
+        push_links(task_try.ti, spark_ui=handle.status().engine_url, directory=handle.directory)
         return self._deliver(context, handle)
 
     def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
@@ -285,10 +293,10 @@ class TorchDistributorOperator(BaseOperator):
             if isinstance(error, TaskDeferralTimeout) or not TaskTry(ti).is_retried:
                 with contextlib.suppress(Exception):
                     # By its XCom: the connection may be deleted.
-                    index = -1 if ti.map_index is None else ti.map_index
+                    index = TaskTry(ti).map_index
                     directory = ti.xcom_pull(key=DIRECTORY_KEY, task_ids=self.task_id, map_indexes=index)
                     why = f"the deferral of the Airflow task failed: {type(error).__name__}"
-                    end(rankzero.RunHandle.attach(directory), self.stop_grace, None, why)
+                    tries.end(RunHandle.attach(directory), self.stop_grace, None, why)
             raise
 
     def on_kill(self) -> None:
@@ -301,16 +309,17 @@ class TorchDistributorOperator(BaseOperator):
 
     def get_openlineage_facets_on_start(self, task_instance: Any = None) -> Any:
         """Returns what is known of inputs, run directory and result for the OpenLineage provider; None without it."""
-        dataset = templates.dataset_beside(self.dag.fileloc, self.dataset)
+        dataset = hooks.dataset_beside(self._folder, self.dataset)
         return openlineage.facets((self.op_args, self.op_kwargs), dataset, **self._lineage)
 
     get_openlineage_facets_on_complete = get_openlineage_facets_on_failure = get_openlineage_facets_on_start
 
-    def _final(self, error: RankZeroError, *, has_checkpoint: bool) -> Exception:
+    def _final(self, error: RankZeroError, *, has_checkpoint: bool = False) -> Exception:
         """Returns the error for Airflow: one that no retry can help costs none."""
         if may_retry(error, has_checkpoint=has_checkpoint, retry_user_errors=self.retry_user_errors):
             return error
-        return _failure(error)
+        failure: Exception = AirflowFailException(f"{type(error).__name__}: {error}")
+        return failure
 
     def _deliver(self, context: Context, handle: RunHandle[Any]) -> Any:
         self._lineage["directory"] = handle.directory
@@ -327,39 +336,65 @@ class TorchDistributorOperator(BaseOperator):
         self._lineage["result"] = xcom.record(self, context, handle)
         return value
 
+    @property
+    def _folder(self) -> str:
+        """The folder of the DAG file."""
+        return os.path.dirname(os.path.abspath(self.dag.fileloc))
+
     def _launcher(self, context: Context) -> Launcher:
-        target = Target.from_conn_id(self.conn_id) if self.conn_id is not None else Target(master=self.master)
-        engine = target.engine(as_text("spark_conf", self.spark_conf))
+        target = (
+            hooks.Target.from_conn_id(self.conn_id) if self.conn_id is not None else hooks.Target(master=self.master)
+        )
+        engine = target.engine(self.spark_conf)
         if self.deferrable and not engine.drives_elsewhere and any(map(os.environ.get, _TASK_CONTAINER_MARKS)):
             self.deferrable = False
             self.log.warning(
                 "not deferred, although deferrable=True: this container ends when the task defers, and the driver of "
                 "the training with it; the task follows the training instead"
             )
-        ti = context["ti"]
-        map_index = -1 if ti.map_index is None else ti.map_index
+        ti, map_index = context["ti"], TaskTry(context["ti"]).map_index
         labels = {"dag_id": ti.dag_id, "dag_run_id": ti.run_id, "task_id": ti.task_id, "map_index": str(map_index)}
         # Airflow 3.2 and later; the events of the task's assets have it by Airflow itself.
         if key := context.get("partition_key"):
             labels["partition_key"] = str(key)
+        options = {name: xcom.convert(name, getattr(self, name)) for name in OPTIONS}
         decided_here = {
             "use_gpu": target.use_gpu,
             "processes_per_task": target.processes_per_task or 1,
             "checkpoints": CheckpointConfig(),
             "orphan_timeout": tries.lease(self, ti, deferred=self.deferrable),
         }
-        store = self.store or target.store or provider_info.store_or_default()
-        templates.check_store(store)
-        options = templates.options_of(self, context["dag"].fileloc)
-        options |= {"env": {**RANK_ENVIRONMENT, **as_text("env", self.env)}, "store": store}
         options |= {name: value for name, value in decided_here.items() if options[name] is None}
+        options["env"] = {**provider_info.RANK_ENVIRONMENT, **OPTIONS["env"].kind.check("env", options["env"])}
+        options["store"] = self.store or target.store or provider_info.store_or_default()
+        restart_on = options["restart_on"]
+        if isinstance(restart_on, list) and len(restart_on) == 1 and callable(restart_on[0]):
+            options["restart_on"] = restart_on[0]
+        for name in ("working_dir", "py_files"):
+            options[name] = hooks.path_beside(self._folder, options[name])
+        options["dataset"] = hooks.dataset_beside(self._folder, options["dataset"])
         # A task that executes operators itself has a run for each.
         task_id = ti.task_id if ti.task_id == self.task_id else f"{ti.task_id}.{self.task_id}"
-        run_id = run_id_of(ti.dag_id, ti.run_id, task_id, map_index)
+        run_id = tries.run_id_of(ti.dag_id, ti.run_id, task_id, map_index)
         return Launcher(**options, engine=engine, run_id=run_id, labels=labels)
 
+    def _prepare(self) -> None:
+        """Brings checked arguments into a form that Airflow can render, and the trigger can serialize as JSON."""
+        codes = self.skip_on_exit_code
+        codes = codes if isinstance(codes, Collection) else [] if codes is None else [codes]
+        # Numbers of numpy, too.
+        self.skip_on_exit_code = [operator.index(code) for code in codes]
+        self.log_ranks = None if self.log_ranks is None else [operator.index(rank) for rank in self.log_ranks]
+        if callable(self.restart_on):
+            # Airflow would call it.
+            self.restart_on = [self.restart_on]
+        for name in ("script", "store", "dataset"):
+            # Airflow 3.1 takes a path's `resolve` for that of an XCom.
+            if type(path := getattr(self, name)).__module__.startswith("pathlib"):
+                setattr(self, name, os.fspath(path))
 
-def _failure(error: RankZeroError) -> Exception:
-    """Returns the exception of Airflow for an error that no retry can help."""
-    failure: Exception = AirflowFailException(f"{type(error).__name__}: {error}")
-    return failure
+
+TorchDistributorOperator.__doc__ = (TorchDistributorOperator.__doc__ or "").replace(
+    "        **options: Every option of a run.\n",
+    "".join(f"        {name}: {option.help}\n" for name, option in OPTIONS.items()),
+)

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from airflow_rankzero import provider_info
+from airflow_rankzero import links, listeners, provider_info
+from airflow_rankzero._compat import AirflowPlugin, allow_class
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-
-if TYPE_CHECKING or provider_info.is_airflow_3():
-    from airflow_rankzero import links
-    from airflow_rankzero import listeners as hooks
-    from airflow_rankzero._compat import AirflowPlugin, allow_class
-else:
-    # Airflow 2 loads what it finds installed, and shows the error of a plugin at every command.
-    from airflow.plugins_manager import AirflowPlugin
 
 
 class RunPages:
@@ -80,10 +73,8 @@ class RankZeroPlugin(AirflowPlugin):  # type: ignore[misc]
     """Loaded by Airflow in every task process, by its entry point."""
 
     name = "rankzero"
-
-    if TYPE_CHECKING or provider_info.is_airflow_3():
-        listeners = [hooks]
-        fastapi_apps = [{"app": RunPages(), "url_prefix": links.PAGES, "name": "rankzero"}]
+    listeners = [listeners]  # noqa: RUF012
+    fastapi_apps = [{"app": RunPages(), "url_prefix": links.PAGES, "name": "rankzero"}]  # noqa: RUF012
 
     @classmethod
     def on_load(cls, *args: Any, **kwargs: Any) -> None:
@@ -91,8 +82,6 @@ class RankZeroPlugin(AirflowPlugin):  # type: ignore[misc]
 
         By default Airflow gives back only its own (``[core] allowed_deserialization_classes``).
         """
-        if not provider_info.is_airflow_3():
-            return
         from rankzero import ResultRef
 
         allow_class(ResultRef)

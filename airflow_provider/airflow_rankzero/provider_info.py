@@ -1,11 +1,10 @@
-"""Facts that Airflow's managers read about this package, and the section ``[rankzero]`` of Airflow's configuration.
+"""Facts that Airflow's managers read about this package, its configuration, and the secrets backend of ranks.
 
 Airflow imports this module while it configures itself, so nothing here imports Airflow before a function is called.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 from rankzero import __version__
@@ -74,25 +73,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "Empty: the environment variable RANKZERO_STORE, else ~/.rankzero/runs of the worker.",
         "s3://bucket/rankzero",
     ),
-    "directory_url": _option(
-        "Where a web browser finds a run directory, for the button 'Run directory' of a task. {path} stands for the "
-        "directory without its scheme, {name} for the run's name. Empty: the console of Google Cloud or AWS for gs:// "
-        "and s3://, and no button for other stores.",
-        "https://minio.example.com/browser/{path}/",
-    ),
     "report_url": _option(
         "Where a web browser finds the report of a run, for the button 'Report' of a task: of `rankzero serve`, or of "
         "the file report.html in the run directory. {path} stands for the directory without its scheme, {name} for the "
-        "run's name. Empty: the console of Google Cloud or AWS for gs:// and s3://, and no button for other stores.",
+        "run's name. Empty: the plugin's page, for runs of the configured store if [api] base_url is set.",
         "https://reports.example.com/runs/{name}",
     ),
 }
 """The options as Airflow's provider information describes them."""
-
-
-def is_airflow_3() -> bool:
-    """Returns False in Airflow 2, in which this package is inactive and logs nothing."""
-    return importlib.util.find_spec("airflow.sdk") is not None
 
 
 def option(name: str) -> str:
@@ -107,26 +95,64 @@ def store_or_default() -> str:
     return stores.root_of(option("store") or None)
 
 
+_DATABASE = ("DATABASE__SQL_ALCHEMY_CONN", "DATABASE__SQL_ALCHEMY_CONN_ASYNC", "CORE__SQL_ALCHEMY_CONN")
+_BACKEND = ("SECRETS__BACKEND", "WORKERS__SECRETS_BACKEND")
+
+RANK_ENVIRONMENT = {
+    # Importing Airflow opens no database.
+    "_AIRFLOW__AS_LIBRARY": "1",
+    **{f"AIRFLOW__{name}": "ranks-have-no-database-of-airflow://" for name in _DATABASE},
+    **{f"AIRFLOW__{name}": f"{__name__}.NoSecrets" for name in _BACKEND},
+    **{f"AIRFLOW__{name}_KWARGS": "" for name in _BACKEND},
+}
+"""Variables of every rank, in place of the worker's: a rank may run where no Airflow is reachable."""
+
+
+def __getattr__(name: str) -> Any:
+    if name != "NoSecrets":
+        raise AttributeError(name)
+    from airflow.secrets.base_secrets import BaseSecretsBackend
+
+    class NoSecrets(BaseSecretsBackend):
+        """The secrets backend of ranks: refuses every variable and connection, also those of environment variables."""
+
+        def get_variable(self, key: str, *args: Any, **kwargs: Any) -> None:
+            raise _refusal("variable", key, f"var.value.{key}")
+
+        def get_connection(self, conn_id: str, *args: Any, **kwargs: Any) -> None:
+            raise _refusal("connection", conn_id, f"conn.{conn_id}.password")
+
+    return NoSecrets
+
+
+def _refusal(kind: str, name: str, template: str) -> BaseException:
+    try:
+        from airflow.sdk.exceptions import AirflowSecretsBackendAccessDenied as Denied
+    except ImportError:
+        # Before Airflow 3.2.2, which passes over every Exception of a backend.
+        Denied = BaseException  # type: ignore[misc, assignment]
+
+    class LookupInRankError(Denied):
+        """Raised in a rank that looks up a variable or connection of Airflow: ranks get values as arguments."""
+
+        __qualname__ = "LookupInRankError"
+
+    return LookupInRankError(
+        f"the {kind} {name!r} of Airflow was looked up in a rank, and ranks run outside of Airflow: pass the value as "
+        f'an argument of the training, such as "{{{{ {template} }}}}"'
+    )
+
+
 def get_provider_info() -> dict[str, Any]:
     """The provider's description, for the ``apache_airflow_provider`` entry point.
 
     The plugin is not in it: Airflow loads it by its entry point, also in task processes, and would warn of a second.
     """
-    named = {
+    return {
         "package-name": "rankzero",
         "name": "rankzero",
         "description": "Distributed PyTorch as barrier Spark jobs; rank 0's result goes to the next task.",
         "versions": [__version__],
-    }
-    if not is_airflow_3():
-        return named
-    return {
-        **named,
-        "integrations": [{"integration-name": "rankzero", "tags": ["apache", "ml"]}],
-        **{
-            kind: [{"integration-name": "rankzero", "python-modules": [f"airflow_rankzero.{module}"]}]
-            for kind, module in (("operators", "operators"), ("hooks", "hooks"), ("triggers", "triggers"))
-        },
         "connection-types": [
             {
                 "connection-type": "rankzero",
@@ -136,7 +162,7 @@ def get_provider_info() -> dict[str, Any]:
                 "conn-fields": CONN_FIELDS,
             }
         ],
-        "extra-links": [f"airflow_rankzero.links.{name}" for name in ("SparkUILink", "RunDirectoryLink", "ReportLink")],
+        "extra-links": ["airflow_rankzero.links.SparkUILink", "airflow_rankzero.links.ReportLink"],
         "config": {SECTION: {"description": "Options of the tasks that run distributed PyTorch.", "options": OPTIONS}},
         "task-decorators": [
             {"name": "torch_distributor", "class-name": "airflow_rankzero.decorators.torch_distributor"}

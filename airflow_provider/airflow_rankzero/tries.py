@@ -21,21 +21,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow_rankzero import _compat
 from airflow_rankzero._compat import (
-    AirflowException,
     AirflowFailException,
     AirflowRescheduleException,
     TaskDeferred,
     conf,
 )
 from airflow_rankzero.links import push_links
-from rankzero.errors import RunCancelledError
-from rankzero.pipeline import end
+from rankzero.errors import RankZeroError, RunCancelledError
 from rankzero.pipeline import lease as leases
 
 if TYPE_CHECKING:
     from airflow.sdk import BaseOperator
 
     from rankzero import RunHandle
+    from rankzero.pipeline import LineWritten
 
 logger = logging.getLogger(__name__)
 
@@ -48,21 +47,14 @@ STEM_LIMIT = 180
 STATES_OF_USERS = ("failed", "success", "skipped", "upstream_failed", "removed", "restarting", None)
 """States of a task instance that a user has marked or cleared while its process was running."""
 
-FOLLOW_INTERVAL = 0.1
-"""Seconds between two polls of a run directory on a local disk."""
-
-LONGEST_WAIT = 1.0
-"""Most seconds until this process notices that it was asked to exit."""
-
-PROGRESS_INTERVAL = 60.0
-"""Seconds without a line after which the log shows the training's progress."""
+END_TIMEOUT = 30.0  # Seconds beyond stop_grace in which a cancelled run ends, else its lease ends it
+FOLLOW_INTERVAL = 0.1  # Seconds between two polls of a run directory on a local disk
+LONGEST_WAIT = 1.0  # Most seconds until this process notices that it was asked to exit
+PROGRESS_INTERVAL = 60.0  # Seconds without a line after which the log shows the training's progress
 
 RESCHEDULE_AFTER = timedelta(seconds=60)
 """Pause before Airflow schedules a drained task on another worker: until this process's exit has reached its executor,
 which would else count as the death of the new process. (Airflow's own reschedules pause as long.)"""
-
-MAX_RESCHEDULES = 20
-"""Most drains of one try that cost no retry; further ones do, so that a task cannot be rescheduled without end."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +74,11 @@ class TaskTry:
     def receiver(self) -> dict[str, Any]:
         """Identifies this try in the record of a delivery, which Airflow's listener acknowledges."""
         return {"task_instance": str(getattr(self.ti, "id", "")), "try": self.ti.try_number}
+
+    @property
+    def map_index(self) -> int:
+        """The index of a mapped task; -1 for others."""
+        return -1 if self.ti.map_index is None else int(self.ti.map_index)
 
     def is_replaced(self, handle: RunHandle[Any]) -> bool:
         """Returns True if the run that this try follows was ended for an earlier try, which a user has cleared.
@@ -201,6 +198,13 @@ def has_set(state: str | None) -> str:
     return f"Airflow has set the task to {state}" if state else "Airflow has no state of the task, as after a clear"
 
 
+def end(handle: RunHandle[Any], stop_grace: float, receiver: Mapping[str, Any] | None, reason: str) -> None:
+    """Cancels a run and waits for its end. A run that cannot be cancelled now ends when its lease expires."""
+    with contextlib.suppress(OSError, RankZeroError):
+        handle.cancel(receiver, reason)
+        handle.wait(stop_grace + END_TIMEOUT)
+
+
 # -- the log of a task -------------------------------------------------------------------------
 
 
@@ -256,7 +260,7 @@ class TaskLog:
                 if isinstance(event, EngineOpened):
                     push_links(self._try.ti, spark_ui=event.url)
                 elif isinstance(event, LineWritten):
-                    show_line(self._log, event.text)
+                    show_line(self._log, event)
                     shown = time.monotonic()
                 if self._operator.is_killed:
                     break
@@ -267,7 +271,7 @@ class TaskLog:
             if time.monotonic() - shown > PROGRESS_INTERVAL and (status := self._follower.status):
                 shown = time.monotonic()
                 self._log.info(
-                    "%s for %.0f s %s", status.state, time.time() - self._handle.created, status.metrics or ""
+                    "%s for %.0f s %s", status.state, time.time() - self._handle.job.created, status.metrics or ""
                 )
 
     def _pause(self) -> None:
@@ -302,9 +306,6 @@ class TaskLog:
             "attaches to it",
             self._handle.directory,
         )
-        # Airflow counts them for each try.
-        if int(self._try.ti.get_template_context().get("task_reschedule_count") or 0) >= MAX_RESCHEDULES:
-            raise AirflowException(f"the workers of this task were shut down {MAX_RESCHEDULES} times, and now again")
         # Not a failure: it costs no try.
         raise AirflowRescheduleException(datetime.now(UTC) + RESCHEDULE_AFTER)
 
@@ -316,9 +317,7 @@ def show(log: Any, title: str, facts: Mapping[str, Any]) -> None:
         log.info("%s", line)
 
 
-def show_line(log: Any, text: str) -> None:
+def show_line(log: Any, line: LineWritten) -> None:
     """Writes a line of a rank, with the level at its beginning; a group that it would open or end is only a text."""
-    from rankzero.pipeline import level_of
-
     # An invisible character within, since Airflow's page searches whole lines.
-    log.log(level_of(text), "%s", re.sub(r"::(?=(?:end)?group::)", ":\u200b:", text))
+    log.log(line.level, "%s", re.sub(r"::(?=(?:end)?group::)", ":\u200b:", line.text))

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import contextvars
 import functools
-import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
@@ -70,21 +69,15 @@ class RunTrigger(BaseTrigger):
         event = {"directory": self.directory, "nonce": self.nonce}
         try:
             handle = await self._in_thread(self._attach)
-            leaseholder = RunHandle[Any](self.directory)
             # A triggerer that cannot write there cannot keep the run alive: its task has to follow.
-            await self._in_thread(leaseholder.renew_lease)
-            interval = await self._in_thread(lambda: leaseholder.renewal_interval)
-            keeping = asyncio.create_task(self._keep_alive(leaseholder, interval))
-            try:
-                with contextlib.suppress(Exception):
-                    # The connection's secrets are masked in this process; it may only be readable on workers.
-                    await self._in_thread(Target.from_conn_id, self.conn_id)
-                follower = await self._in_thread(Follower, handle, ranks=self.log_ranks, attached=self.attached)
-                self.log.info("following the run in %s", self.directory)
-                while not await self._in_thread(self._show_new, follower):
-                    await asyncio.sleep(max(POLL_INTERVAL, handle.pace))
-            finally:
-                keeping.cancel()
+            await self._in_thread(handle.renew_lease)
+            with contextlib.suppress(Exception):
+                # The connection's secrets are masked in this process; it may only be readable on workers.
+                await self._in_thread(Target.from_conn_id, self.conn_id)
+            follower = await self._in_thread(Follower, handle, ranks=self.log_ranks, attached=self.attached)
+            self.log.info("following the run in %s", self.directory)
+            while not await self._in_thread(self._show_new, follower):
+                await asyncio.sleep(max(POLL_INTERVAL, handle.pace))
         except Exception as error:
             # The task reports it, with its own retries.
             event["error"] = f"{type(error).__name__}: {error}"
@@ -92,27 +85,10 @@ class RunTrigger(BaseTrigger):
 
     def _attach(self) -> RunHandle[Any]:
         """Returns the run. Raises RunNotFoundError if it was submitted again, because another try has it then."""
-        handle = RunHandle[Any].attach(self.directory, follows=False)
+        handle = RunHandle[Any].attach(self.directory)
         if handle.nonce != self.nonce:
             raise RunNotFoundError(f"the run in {self.directory} was submitted again")
         return handle
-
-    async def _keep_alive(self, handle: RunHandle[Any], interval: float) -> None:
-        """Renews the lease, each time in a thread of its own: all other threads may wait for reads of a slow store."""
-        renewing: threading.Thread | None = None
-        while interval:
-            await asyncio.sleep(interval)
-            if renewing is None or not renewing.is_alive():
-                renew = functools.partial(contextvars.copy_context().run, self._renew, handle)
-                renewing = threading.Thread(target=renew, name="rankzero-lease", daemon=True)
-                renewing.start()
-
-    def _renew(self, handle: RunHandle[Any]) -> None:
-        try:
-            handle.renew_lease()
-        except Exception as error:
-            # Drivers of object stores raise exceptions of their own types.
-            self.log.warning("the lease of the run in %s was not renewed: %s", self.directory, error)
 
     async def on_kill(self) -> None:
         """Ends the run after a user has marked or cleared the task.
@@ -151,5 +127,5 @@ class RunTrigger(BaseTrigger):
         """Logs the lines since the last call, and returns True if the run has ended."""
         for event in follower.poll():
             if isinstance(event, LineWritten):
-                tries.show_line(self.log, event.text)
+                tries.show_line(self.log, event)
         return follower.ended

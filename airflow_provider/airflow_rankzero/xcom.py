@@ -1,4 +1,6 @@
-"""What ranks get from XComs, and what Airflow stores about a training that has succeeded: its XCom and asset events.
+"""Values on their way between Airflow and ranks: the arguments of a training, its XCom, and its asset events.
+
+Arguments may be templates and XComs; `check_early` refuses mistakes when a DAG file is parsed, before these are known.
 
 The XCom is a plain value, if Airflow returns it unchanged, or a `ResultRef`.
 
@@ -8,21 +10,25 @@ so a ``nan`` cannot be hidden from Airflow in an object that only XCom's seriali
 
 from __future__ import annotations
 
+import inspect
 import logging
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 from airflow.sdk import ObjectStoragePath
+from airflow.sdk.definitions.context import KNOWN_CONTEXT_KEYS
 from airflow.sdk.definitions.xcom_arg import PlainXComArg, XComArg
 
 from airflow_rankzero import tries
-from airflow_rankzero._compat import AirflowFailException, conf, extra_of_alias
+from airflow_rankzero._compat import AirflowFailException, conf
 from airflow_rankzero.links import DIRECTORY_KEY
 from airflow_rankzero.listeners import offer
+from rankzero import Launcher
 from rankzero.errors import InvalidJobError
-from rankzero.pipeline import VALUE_LIMIT, attempt, find_unstorable, plain_view, reports, split, storable
+from rankzero.pipeline import attempt, check_callable, plain, reports, step_options
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -30,6 +36,22 @@ if TYPE_CHECKING:
     from rankzero import ResultRef, RunHandle
 
 logger = logging.getLogger(__name__)
+
+OPTIONS = step_options(
+    late="Templated.",
+    num_processes={"default": 2},
+    processes_per_task={"default": None, "more": "None: the connection's value, else 1."},
+    use_gpu={"default": None, "more": "None: the connection's value."},
+    store={"more": "The connection's value, and ``[rankzero] store`` of Airflow's configuration, come before these."},
+    orphan_timeout={"help": "Seconds that a run continues without a follower; None: until the next try of the task."},
+    checkpoints={"default": None, "more": "None: the newest two."},
+)
+"""The options of a run, by name, that are arguments of the operator; None as a default: the connection decides."""
+
+TEMPLATED = ("op_args", "op_kwargs", "conn_id", "master", "spark_conf", *(n for n in OPTIONS if OPTIONS[n].late))
+"""Arguments that may be templates or XComs, and ``train`` unless it is a function."""
+
+_FIXED = ("retry_user_errors", "deferrable", "log_ranks", "skip_on_exit_code")
 
 _OWN_KEYS = {DIRECTORY_KEY: "run directory", "return_value": "whole value"}
 
@@ -41,7 +63,7 @@ def value_of(handle: RunHandle[Any], task: Any, ti: Any) -> Any:
     """Returns rank 0's value as it becomes the task's XCom: plain if it is small JSON, else its `ResultRef`.
 
     A value whose keys or items other tasks depend on by ``multiple_outputs`` or ``expand`` is plain up to
-    `VALUE_LIMIT` bytes.
+    16 MiB.
 
     Raises:
         rankzero.RankZeroError: the run did not succeed; the type says why.
@@ -51,8 +73,8 @@ def value_of(handle: RunHandle[Any], task: Any, ti: Any) -> Any:
     uses = _uses(task, ti)
     if uses:
         return _taken_apart(ref, status.value, uses)
-    plain = status.value or [ref.summary[name] for name in ("value",) if name in ref.summary]
-    return plain[0] if plain and not find_unstorable(plain[0]) else ref
+    small = status.value or [ref.summary[name] for name in ("value",) if name in ref.summary]
+    return small[0] if small and not plain.find_unstorable(small[0]) else ref
 
 
 _BY_KEYS, _BY_ITEMS = "multiple_outputs=True pushes its keys", "a task is mapped over it (expand)"
@@ -74,7 +96,7 @@ def _taken_apart(ref: ResultRef, inline: list[Any], uses: list[str]) -> Any:
     except ValueError as error:
         raise _refusal(ref, uses, str(error)) from error
     most = conf.getint("core", "max_map_length", fallback=1024)
-    why = find_unstorable(pushed)
+    why = plain.find_unstorable(pushed)
     if _BY_KEYS in uses:
         why = (find_lost_key(pushed) or why) if isinstance(pushed, dict) else "it is no dict"
     if _BY_ITEMS in uses and not isinstance(pushed, (list, dict)):
@@ -100,9 +122,9 @@ def find_lost_key(keys: Iterable[str]) -> str | None:
 def _loaded(ref: ResultRef) -> Any:
     if "value" in ref.summary:
         return ref.summary["value"]
-    if ref.size > VALUE_LIMIT:
-        raise ValueError(f"it has {ref.size} bytes, and an XCom may have {VALUE_LIMIT}")
-    return plain_view(ref.load(), VALUE_LIMIT)
+    if ref.size > plain.VALUE_LIMIT:
+        raise ValueError(f"it has {ref.size} bytes, and an XCom may have {plain.VALUE_LIMIT}")
+    return plain.plain_view(ref.load(), plain.VALUE_LIMIT)
 
 
 def _refusal(ref: ResultRef, uses: list[str], why: str) -> AirflowFailException:
@@ -126,12 +148,12 @@ def record(task: Any, context: Context, handle: RunHandle[Any]) -> str | None:
 def describe(handle: RunHandle[Any]) -> dict[str, Any]:
     """Returns the facts that an asset event records about the result, with the throughput of the run's reports."""
     ref, status = handle.result_ref(), handle.status()
+    algorithm, _, digits = ref.digest.rpartition(":")
     facts = {
         "uri": ref.uri,
         "format": ref.format,
         "size": ref.size,
-        # Under the name of its algorithm.
-        **dict([split(ref.digest)]),
+        algorithm: digits,
         "world_size": handle.world_size,
         "run_directory": handle.directory,
         "run_id": handle.id,
@@ -139,40 +161,17 @@ def describe(handle: RunHandle[Any]) -> dict[str, Any]:
         **reports.throughput(reports.rows_of(handle.events())),
     }
     # Airflow's API server refuses nan, for example, and with it the task's success.
-    return dict(storable(facts))
+    return dict(plain.storable(facts))
 
 
 def fill_outlets(context: Context, facts: dict[str, Any]) -> None:
-    """Adds the facts to the events of the task's assets; what the user's own code wrote there stays.
-
-    An alias gets an event of an asset that is the result itself, unless the user's code (``pre_execute``) has given it
-    one: then that one gets the facts.
-    """
-    from airflow.sdk import Asset, AssetAlias
+    """Adds the facts to the events of the task's assets; what the user's own code wrote there stays."""
+    from airflow.sdk import Asset
 
     for outlet in context["outlets"]:
         if isinstance(outlet, Asset):
-            events: list[Any] = [context["outlet_events"][outlet]]
-            extra = facts
-        elif isinstance(outlet, AssetAlias):
-            events = _events_of(context["outlet_events"][outlet], facts["uri"])
-            extra = extra_of_alias(facts)
-        else:
-            continue
-        for event in events:
-            event.extra = {**extra, **(event.extra or {})}
-
-
-def _events_of(alias: Any, uri: str) -> list[Any]:
-    from airflow.sdk import Asset
-
-    if not alias.asset_alias_events:
-        try:
-            alias.add(Asset(uri))
-        except ValueError as error:
-            # Airflow bounds length and characters; the training has succeeded.
-            logger.warning("%s cannot be an asset of the alias %r: %s", uri, alias.key.name, error)
-    return list(alias.asset_alias_events)
+            event = context["outlet_events"][outlet]
+            event.extra = {**facts, **(event.extra or {})}
 
 
 # -- the arguments of ranks ---------------------------------------------------------------------
@@ -208,21 +207,95 @@ def by_map_index(value: Any, group: Any) -> Any:
     return tuple(by_map_index(each, group) for each in value) if type(value) is tuple else value
 
 
+def check_early(task: Any) -> None:
+    """Raises InvalidJobError for obvious mistakes in a DAG file; templates and XComs are not known yet, and pass."""
+    given = {name: getattr(task, name) for name in (*OPTIONS, *_FIXED)}
+    late = {name for name, value in given.items() if is_late(value)}
+    if fixed := sorted(late.difference(TEMPLATED)):
+        raise InvalidJobError(
+            f"{fixed[0]} is {given[fixed[0]]!r}, but cannot be a template or an XCom; "
+            f"these can: train, {', '.join(TEMPLATED)}"
+        )
+    if not is_late(task.op_args):
+        positional(task.op_args)
+    if not is_late(task.op_kwargs):
+        keyword(task.op_kwargs)
+    is_program = isinstance(task.script, (str, os.PathLike, list, tuple)) or is_late(task.script)
+    if not is_program and isinstance(task.op_args, (list, tuple)) and isinstance(task.op_kwargs, Mapping):
+        # Names are known before the values. A subclass may add arguments when the task runs.
+        check_callable(task.train, tuple(task.op_args), dict(task.op_kwargs), are_all=False)
+        check_context(task.train, task.op_args, task.op_kwargs)
+    if task.conn_id is not None and task.master is not None:
+        raise InvalidJobError(
+            f"conn_id is {task.conn_id!r}, and master is given: a connection names its master, so give one of the two "
+            "(conn_id=None where default_args hold one)"
+        )
+    # The variables of the process that reads the DAG file may differ from the worker's; the others need heavy imports.
+    known = {name: convert(name, given[name]) for name in set(OPTIONS) - late - {"env", "dataset", "trackers"}}
+    # The connection decides about GPUs later, and with GPUs every backend is valid.
+    values = {name: value for name, value in known.items() if value is not None or OPTIONS[name].default is not None}
+    values.setdefault("use_gpu", True)
+    values.setdefault("num_processes", values.get("processes_per_task", 1))
+    Launcher(**values)
+
+
+def convert(name: str, value: Any) -> Any:
+    """Returns a rendered text as the number that it stands for, and everything else unchanged.
+
+    ``""`` and ``"None"`` are None where the argument may be None. Raises InvalidJobError if the text is no number.
+
+    Example:
+        >>> convert("num_processes", "2:8"), convert("timeout", "None"), convert("store", "4")
+        ((2, 8), None, '4')
+    """
+    option = OPTIONS[name]
+    if not isinstance(value, str) or not option.is_number:
+        return value
+    return None if option.default is None and value.strip() in ("", "None") else option.read(value)
+
+
+def is_late(value: Any) -> bool:
+    """Returns True for a value that is resolved at run time: a template, an XCom, a mapped task group's argument."""
+    if isinstance(value, (list, tuple, dict)):
+        return any(map(is_late, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, str):
+        return any(mark in value for mark in ("{{", "{%", "{#"))
+    return hasattr(value, "resolve") and not isinstance(value, os.PathLike)
+
+
+def check_context(function: Any, op_args: Any, op_kwargs: Any) -> None:
+    """Raises InvalidJobError for a parameter that is named like a variable of Airflow's context and is not passed."""
+    try:
+        signature = inspect.signature(function)
+        passed = signature.bind_partial(*op_args, **op_kwargs).arguments
+    except (TypeError, ValueError):
+        # The arguments do not fit, which has its own error, or it has no signature.
+        return
+    for name, parameter in signature.parameters.items():
+        is_variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if name not in passed and name in ({"context"} if is_variadic else KNOWN_CONTEXT_KEYS):
+            raise InvalidJobError(
+                f"the parameter {str(parameter).partition(':')[0].partition('=')[0]} is named like a variable of "
+                "Airflow's context, which ranks do not have: pass the value that the training needs, such as "
+                'ds="{{ ds }}", or rename the parameter'
+            )
+
+
 def positional(op_args: Any) -> tuple[Any, ...]:
-    """Returns ``op_args`` for the ranks. Raises InvalidJobError if it is no list, or as `plain`."""
+    """Returns ``op_args`` for the ranks. Raises InvalidJobError if it is no list, or as `as_plain`."""
     if isinstance(op_args, (str, bytes, Mapping)) or not isinstance(op_args, Iterable):
         raise InvalidJobError(f"op_args is {op_args!r}; it must be a list of arguments")
-    return tuple(plain(list(op_args), "op_args"))
+    return tuple(as_plain(list(op_args), "op_args"))
 
 
 def keyword(op_kwargs: Any) -> dict[str, Any]:
-    """Returns ``op_kwargs`` for the ranks. Raises InvalidJobError if it is no mapping, or as `plain`."""
+    """Returns ``op_kwargs`` for the ranks. Raises InvalidJobError if it is no mapping, or as `as_plain`."""
     if not isinstance(op_kwargs, Mapping):
         raise InvalidJobError(f"op_kwargs is {op_kwargs!r}; it must map names to arguments")
-    return dict(plain(dict(op_kwargs), "op_kwargs"))
+    return dict(as_plain(dict(op_kwargs), "op_kwargs"))
 
 
-def plain(value: Any, name: str) -> Any:
+def as_plain(value: Any, name: str) -> Any:
     """Returns an argument, also inside lists, tuples and dicts, with objects of Airflow as plain ones.
 
     Airflow's sequences become lists, its mappings dicts, and an ``ObjectStoragePath`` the text of its path or URL.
@@ -230,11 +303,11 @@ def plain(value: Any, name: str) -> Any:
     """
     of_airflow = type(value).__module__.partition(".")[0] == "airflow"
     if type(value) is tuple:
-        return tuple(plain(item, f"{name}[{number}]") for number, item in enumerate(value))
+        return tuple(as_plain(item, f"{name}[{number}]") for number, item in enumerate(value))
     if type(value) is list or (of_airflow and isinstance(value, Sequence)):
-        return [plain(item, f"{name}[{number}]") for number, item in enumerate(value)]
+        return [as_plain(item, f"{name}[{number}]") for number, item in enumerate(value)]
     if type(value) is dict or (of_airflow and isinstance(value, Mapping)):
-        return {key: plain(value[key], f"{name}[{key!r}]") for key in value}
+        return {key: as_plain(value[key], f"{name}[{key!r}]") for key in value}
     if isinstance(value, ObjectStoragePath):
         # Without the connection, which no rank can look up.
         return value.path if value.protocol in ("", "file") else f"{value.protocol}://{value.path}"

@@ -17,7 +17,7 @@ TABLE: tuple[tuple[str, str], ...] = (
     # -- modules and packages
     (
         r"^ModuleNotFoundError: No module named '(?:horovod|sparkdl)\b",
-        'with env={{"RANKZERO_HOROVOD": "1"}} ranks find rankzero.compat.horovod by this name',
+        "Import rankzero.compat.horovod and rankzero.compat.horovod.torch instead: docs/migrate.md#horovod",
     ),
     (
         r"^ModuleNotFoundError: No module named '([^']+)'",

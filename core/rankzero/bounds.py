@@ -55,7 +55,6 @@ STOP_GRACE = 2.0  # Between SIGTERM and SIGKILL when a run fails or is cancelled
 EXIT_TIMEOUT = 5.0  # For exit handlers and threads of a rank that has returned, unless the job has another value
 HEARTBEAT_INTERVAL = 2.0  # Between two heartbeats in status.json
 DRIVER_DEAD_AFTER = stretched(60.0, least=18.0)  # Without a heartbeat of a driver; longer than agents wait for it
-DRIVER_STALE_AFTER = stretched(120.0, least=36.0)  # The same for a driver thread whose system shows no threads (macOS)
 CLOCK_SKEW = 300.0  # Most by which the clocks of two hosts may differ
 STORE_OUTAGE = scaled(300.0)  # Retries at the end of a training, whose result is worth more than the wait
 STORE_RETRY_INTERVAL = scaled(1.0)  # Between two requests to a store that fails

@@ -70,7 +70,7 @@ class Job:
         num_processes: World size; for an elastic job the largest.
         min_processes: The smallest world size of an elastic job; None if the size is fixed.
         params: The arguments by name, as short plain values: see `RunHandle.params`.
-        prices: The submitter's prices of an hour of ``gpu`` and ``core``, in ``currency``; see `rankzero.report.cost`.
+        prices: The submitter's prices of an hour of ``gpu`` and ``core``, in ``currency``.
         owner: Process with which the run ends (``pid``, ``start``, ``namespace``); None if it ends with none.
         submitter: The process that has submitted the run, in the same form.
         submission: Number of earlier submissions of this run id.

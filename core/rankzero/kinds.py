@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rankzero.errors import InvalidJobError
+from rankzero.texts import spelt
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,199}")
 
@@ -144,12 +145,16 @@ def _check_paths(name: str, value: Any) -> Any:
 
 
 def _check_strings(name: str, value: Any) -> dict[str, str]:
-    pairs = {} if value is None else dict(value) if hasattr(value, "keys") else value
-    if not isinstance(pairs, dict):
+    """Returns the mapping, with numbers and flags as Spark spells them, as JSON, YAML and templates make them."""
+    pairs = {} if value is None else value
+    if not hasattr(pairs, "keys"):
         raise InvalidJobError(f"{name} is {value!r}; it must map strings to strings", code="RZ-1001")
+    pairs = {key: spelt(pairs[key]) for key in pairs}
     for key, item in pairs.items():
         if not isinstance(key, str) or not isinstance(item, str):
-            raise InvalidJobError(f"{name}[{key!r}] is {item!r}; names and values must be strings", code="RZ-1001")
+            # Not the value, which may be a password.
+            what = f"{name}[{key!r}] is a {type(item).__name__}; names and values must be strings"
+            raise InvalidJobError(what, code="RZ-1001")
     return pairs
 
 

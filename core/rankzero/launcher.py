@@ -128,16 +128,15 @@ class Launcher(Options):
         from rankzero.run.printing import in_notebook, print_line
 
         with contextlib.ExitStack() as around:
-            show = None
+            handles: list[RunHandle[Any]] = []
             if in_notebook():
                 from rankzero.report import card
 
                 # Entered first, so that the card's last update follows the end of the run.
-                show = around.enter_context(card.showing())
+                around.enter_context(card.showing(handles))
             handle = around.enter_context(self.owned(train, args, kwargs))
-            if show is not None:
-                show(handle)
-            for line in handle.output.lines(handle.output.start(), follow=True):
+            handles.append(handle)
+            for line in handle.lines(follow=True, earlier=False):
                 (on_line or print_line)(line.prefixed, handle.id)
         value = handle.result()
         self._acknowledge(handle)
@@ -281,12 +280,18 @@ class Launcher(Options):
             log: The step's logger.
 
         Raises:
-            InvalidJobError: this launcher has no ``run_id``; on entering the block, for the reasons of `submit`.
+            InvalidJobError: this launcher has no ``run_id``, or a relative ``store``; on entering the block, for the
+                reasons of `submit`.
         """
         from rankzero.submit.durable import open_durable
 
         if self.run_id is None:
             raise InvalidJobError("a step finds its run by the run_id: give Launcher(run_id=...)")
+        if self.store is not None and not store.is_absolute(self.store):
+            raise InvalidJobError(
+                f"store is {os.fspath(self.store)!r}, a relative path, which would begin in the directory of this "
+                "step's process; give an absolute path or a URL"
+            )
         request = self._for(train, named=False)._request()
         return open_durable(request, train, args, kwargs, caller, log)
 
@@ -313,7 +318,7 @@ class Launcher(Options):
         return found
 
     def _request(self) -> Request:
-        from rankzero.report.cost import prices_from_environment
+        from rankzero.report.summary import prices_from_environment
         from rankzero.submit import datasets
         from rankzero.submit.pack import pack_trackers
         from rankzero.submit.pack_archive import UserCode

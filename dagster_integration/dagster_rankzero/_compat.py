@@ -1,6 +1,6 @@
 """All uses of Dagster's private interfaces. Only this module must change when they change."""
 
-import inspect
+import difflib
 import traceback
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -16,8 +16,6 @@ from dagster._core.types.dagster_type import resolve_dagster_type
 from dagster._utils.warnings import disable_dagster_warnings
 from dagster.components.core.context import ComponentDeclLoadContext
 from pydantic import BaseModel, ConfigDict, model_validator
-
-from rankzero.pipeline import with_matches
 
 
 def set_data_version(context: dg.OutputContext, version: str) -> None:
@@ -48,10 +46,13 @@ def variable_of(value: Any) -> str | None:
 def check_fields(owner: type[BaseModel], given: Iterable[str]) -> None:
     """Raises DagsterInvalidDefinitionError if one of the names is not a field of the class, with suggestions."""
     known = [field.alias or name for name, field in owner.model_fields.items()]
-    if unknown := ", ".join(with_matches(str(name), known) for name in given if name not in known):
-        raise dg.DagsterInvalidDefinitionError(
-            f"{owner.__name__} has no field {unknown}; its fields are {', '.join(known)}"
-        )
+    for name in given:
+        if name not in known:
+            likely = difflib.get_close_matches(str(name), known, n=1, cutoff=0.7)
+            meant = f" (did you mean {likely[0]!r}?)" if likely else ""
+            raise dg.DagsterInvalidDefinitionError(
+                f"{owner.__name__} has no field {name!r}{meant}; its fields are {', '.join(known)}"
+            )
 
 
 class KnownFields(dg.Config):
@@ -66,12 +67,6 @@ class KnownFields(dg.Config):
         if isinstance(given, dict):
             check_fields(cls, given)
         return given
-
-    @classmethod
-    def configure_at_launch(cls, **fields: Any) -> Any:
-        """Returns a resource or an IO manager whose other fields are set in the launchpad."""
-        check_fields(cls, fields)
-        return super().configure_at_launch(**fields)  # type: ignore[misc]
 
 
 def facts_of(context: Any) -> tuple[dg.DagsterRun, dg.DagsterInstance, str, int, dg.RetryPolicy | None, str] | None:
@@ -186,19 +181,6 @@ def io_manager_of(context: Any, output: str) -> object:
     """Returns the IO manager of an output of a context's step."""
     step = _step_of(context)
     return step.get_io_manager(StepOutputHandle(step.step.key, output))
-
-
-def expect_single_result(context: dg.AssetExecutionContext) -> None:
-    """Allows the function of a step with several outputs to return the result of the selected one.
-
-    Dagster would otherwise treat the result, a named tuple, as a tuple of all outputs.
-    """
-    if (step := _step_of(context)) is None:
-        return
-    assets = [output for output in step.step.step_outputs if output.properties.asset_check_key is None]
-    function = getattr(step.op_def.compute_fn, "decorated_fn", None)
-    if len(assets) > 1 and not inspect.isgeneratorfunction(function):
-        step.set_requires_typed_event_stream()
 
 
 def is_automatic_retry(run: dg.DagsterRun) -> bool:

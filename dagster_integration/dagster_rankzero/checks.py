@@ -15,7 +15,7 @@ import dagster as dg
 from dagster_rankzero import _compat
 from dagster_rankzero.inputs import keys_of
 from dagster_rankzero.metadata import METRIC_PREFIX
-from rankzero.pipeline import is_number, reports
+from rankzero.pipeline import reports
 
 Asset = dg.AssetKey | str | Sequence[str] | dg.AssetsDefinition | dg.AssetSpec
 """An asset, or its key."""
@@ -92,12 +92,12 @@ def build_champion_check(
     challenger passes. Make the champion an asset after the check that returns the model unchanged: a
     `ResultRef` keeps the metrics of its training.
 
-    The newest champion counts. If both assets have the same partitions, such as regions, and these are no times, the
-    champion of the challenger's own partition counts.
+    The newest champion counts, whatever its partition. Where each partition has a champion of its own, write a
+    ``@dg.asset_check``.
 
     Args:
         challenger: The trained asset, or its key, as for `build_metric_bounds_checks`.
-        champion: The asset that publishes. By its key alone its partitions are unknown, and the newest one counts.
+        champion: The asset that publishes, or its key.
         metric: Name in `rankzero.train.report`, or of another number in the assets' metadata.
         higher_is_better: False for a loss.
         min_improvement: Least improvement over the champion; a negative number allows a worse challenger.
@@ -107,29 +107,18 @@ def build_champion_check(
     Returns:
         The check, named ``<metric>_beats_champion``.
 
-    Raises:
-        dagster.DagsterInvalidDefinitionError: the champion has partitions of several dimensions, or other ones than the
-            challenger, so that it is unknown which champion counts.
-
     Example:
         >>> check = build_champion_check("model", "champion", "accuracy")
         >>> next(iter(check.check_keys)).name
         'accuracy_beats_champion'
     """
-    partitions, key = _partitions_of(champion), _key_of(champion)
-    has_own = partitions is not None and not isinstance(partitions, dg.TimeWindowPartitionsDefinition)
-    if has_own and (isinstance(partitions, dg.MultiPartitionsDefinition) or partitions != _partitions_of(challenger)):
-        raise dg.DagsterInvalidDefinitionError(
-            f"the champion {key.to_user_string()} has several dimensions, or other partitions than the challenger: "
-            "compare the two in a @dg.asset_check of your own, which knows the champion that counts"
-        )
+    key = _key_of(champion)
 
     def judge(context: dg.AssetCheckExecutionContext, partition: str | None) -> dg.AssetCheckResult:
         found = _measure(context, _key_of(challenger), partition, metric)
-        own = partition if has_own else None
-        if _latest(context, key, own) is None:
+        if _latest(context, key, None) is None:
             return dg.AssetCheckResult(passed=True, description="the first champion", metadata={"challenger": found})
-        reigning = _measure(context, key, own, metric)
+        reigning = _measure(context, key, None, metric)
         better = found - reigning if higher_is_better else reigning - found
         shown = {"challenger": found, "champion": reigning, "improvement": better}
         return dg.AssetCheckResult(passed=better >= min_improvement, metadata=shown)
@@ -223,12 +212,10 @@ def _measure(context: Any, key: dg.AssetKey, partition: str | None, metric: str)
     if latest is None:
         raise LookupError(f"{name} has no materialization" + (f" of the partition {partition}" if partition else ""))
     entry: Any = latest.metadata.get(METRIC_PREFIX + metric) or latest.metadata.get(metric)
-    if entry is not None and is_number(entry.value):
+    if entry is not None and reports.is_number(entry.value):
         return float(entry.value)
     why = f"the latest materialization of {name} has no finite number {metric!r}: report it with "
     why += "rankzero.train.report, or give it as metadata"
-    if sum(name.startswith(METRIC_PREFIX) for name in latest.metadata) >= reports.MOST_METRICS:
-        why += f"; a run keeps the first {reports.MOST_METRICS} names of metrics: report fewer"
     raise LookupError(why)
 
 

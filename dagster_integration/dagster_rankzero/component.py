@@ -127,7 +127,6 @@ class TorchTrainingComponent(dg.Component, dg.Resolvable, dg.Model):
     ]
     asset: dg.ResolvedAssetSpec
     num_processes: int | Literal["auto"] | None = Field(None, description="World size; left out: the resource's.")
-    use_gpu: bool | None = Field(None, description="One GPU for every rank; left out: the resource's.")
     kwargs: dict[str, Any] = Field({}, description="Fixed arguments of the function.")
     ins: dict[str, str] = Field({}, description="Keys of the assets that other parameters take, where they differ.")
     options: dict[str, Any] = Field(
@@ -140,22 +139,13 @@ class TorchTrainingComponent(dg.Component, dg.Resolvable, dg.Model):
     check_specs: list[TorchCheck] = Field([], description="Checks whose results rank 0 reports under check/NAME.")
     op: TorchOp = Field(default_factory=TorchOp)
 
-    @classmethod
-    def get_spec(cls) -> dg.ComponentTypeSpec:
-        """Returns the description that ``dg list components`` shows."""
-        return dg.ComponentTypeSpec(
-            description="Distributed PyTorch training on Spark as an asset.",
-            tags=["pytorch", "spark", "training"],
-            produces=["asset"],
-        )
-
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
         """Builds the asset, and its resource if ``resource_key`` is null."""
         options, resources = _beside(context.path, self.options), {}
         if (key := self.resource_key) is None:
             key = f"{self.asset.key.to_python_identifier()}__{DEFAULT_RESOURCE_KEY}"
             resources[key], options = TorchDistributorResource(**options), {}
-        changes = collect_changes(options, num_processes=self.num_processes, use_gpu=self.use_gpu)
+        changes = collect_changes(options, num_processes=self.num_processes)
         names = self._inputs()
         asset = build_asset(self.train_fn, changes, key, self._asset_arguments(), self.kwargs, names)
         return dg.Definitions(assets=[asset], resources=resources)

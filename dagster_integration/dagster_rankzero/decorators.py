@@ -11,7 +11,7 @@ from typing import Any, cast, overload
 import dagster as dg
 from pydantic import ValidationError
 
-from dagster_rankzero._compat import outputs_of, with_partitions
+from dagster_rankzero._compat import with_partitions
 from dagster_rankzero.checks import reported_checks
 from dagster_rankzero.inputs import (
     PARTITION_KEYS,
@@ -22,8 +22,7 @@ from dagster_rankzero.inputs import (
     take_single,
 )
 from dagster_rankzero.metadata import RESULT_ENTRIES, by_output
-from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY, Program, TorchDistributorResource
-from rankzero.pipeline import NumProcesses
+from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY, NumProcesses, Program, TorchDistributorResource
 
 _Finish = Callable[[Any, Any, list[str]], Any]
 # Makes a step's return value from its context, the result of its training, and the `partition_keys` that it got.
@@ -40,7 +39,6 @@ def torch_asset(
     /,
     *,
     num_processes: NumProcesses | None = None,
-    use_gpu: bool | None = None,
     options: Mapping[str, Any] | None = None,
     resource_key: str = DEFAULT_RESOURCE_KEY,
     **asset_arguments: Any,
@@ -64,7 +62,6 @@ def torch_asset(
     Args:
         train: The function. It gets no Dagster context.
         num_processes: World size, the smallest and the largest, or ``"auto"``; None: the resource's.
-        use_gpu: Whether every rank gets a GPU; None: the resource's value.
         options: More changes to the resource for this asset, by its field names.
         resource_key: Key of the `TorchDistributorResource`.
         asset_arguments: Everything that ``@dg.asset`` takes: ``ins``, ``deps``, ``partitions_def``,
@@ -84,7 +81,7 @@ def torch_asset(
         ...     dist.init_process_group("gloo")
         ...     return {"rows": len(features)}
     """
-    changes = collect_changes(options, num_processes=num_processes, use_gpu=use_gpu)
+    changes = collect_changes(options, num_processes=num_processes)
 
     def decorate(function: Callable[..., Any]) -> dg.AssetsDefinition:
         return build_asset(function, changes, resource_key, asset_arguments)
@@ -117,7 +114,6 @@ def torch_multi_asset(
     *,
     outs: Mapping[str, dg.AssetOut],
     num_processes: NumProcesses | None = None,
-    use_gpu: bool | None = None,
     options: Mapping[str, Any] | None = None,
     resource_key: str = DEFAULT_RESOURCE_KEY,
     **asset_arguments: Any,
@@ -132,9 +128,8 @@ def torch_multi_asset(
     With ``can_subset=True`` the whole training runs, and only the selected assets are stored.
 
     Args:
-        outs: The assets by output name. ``specs`` cannot be used, since their outputs carry no value.
+        outs: The assets by output name.
         num_processes: As for `torch_asset`.
-        use_gpu: As for `torch_asset`.
         options: As for `torch_asset`.
         resource_key: As for `torch_asset`.
         asset_arguments: All other arguments of ``@dg.multi_asset``. Checks work as in `torch_asset`.
@@ -152,34 +147,21 @@ def torch_multi_asset(
         >>> sorted(key.to_user_string() for key in training.keys)
         ['metrics', 'model']
     """
-    if "specs" in asset_arguments:
-        raise dg.DagsterInvalidDefinitionError(
-            "torch_multi_asset takes outs and not specs, whose outputs carry no value: AssetOut.from_spec(spec)"
-        )
-    changes = {**collect_changes(options, num_processes=num_processes, use_gpu=use_gpu), "by_reference": False}
+    changes = {**collect_changes(options, num_processes=num_processes), "by_reference": False}
     arguments = _with_check_partitions(asset_arguments)
     required = {name for name, out in outs.items() if out.is_required}
 
     def decorate(function: Callable[..., Any]) -> dg.AssetsDefinition:
-        if inspect.signature(function).return_annotation in (None, "None"):
-            raise dg.DagsterInvalidDefinitionError(
-                f"{function.__name__} is annotated -> None, but {', '.join(outs)} are made of what it returns"
-            )
-
-        def result_of(
-            context: Any, name: str, value: Any, whole: dg.MaterializeResult[Any]
-        ) -> dg.MaterializeResult[Any]:
-            key = context.asset_key_for_output(name)
-            if whole.data_version is not None:
-                # For IO managers without checksums; RankZeroIOManager replaces it by the value's checksum.
-                context.set_data_version(key, whole.data_version)
-            return dg.MaterializeResult(asset_key=key, value=value, metadata=_without_result(whole.metadata))
-
         def finish(context: dg.AssetExecutionContext, result: dg.MaterializeResult[Any], keys: list[str]) -> Any:
             values = by_output(function.__name__, result.value, list(outs), required)
             selected = context.op_execution_context.selected_output_names
+            metadata = _without_result(result.metadata)
             found = [
-                result_of(context, name, of_single(values[name], keys, name), result)
+                dg.MaterializeResult(
+                    asset_key=context.asset_key_for_output(name),
+                    value=of_single(values[name], keys, name),
+                    metadata=metadata,
+                )
                 for name in outs
                 if name in values and name in selected
             ]
@@ -210,15 +192,12 @@ def torch_distributor_op(
     *,
     args: Sequence[Any] = (),
     num_processes: NumProcesses | None = None,
-    use_gpu: bool | None = None,
     options: Mapping[str, Any] | None = None,
     resource_key: str = DEFAULT_RESOURCE_KEY,
     **op_arguments: Any,
 ) -> dg.OpDefinition | Callable[[Callable[..., Any]], dg.OpDefinition]:
     """Makes an op that runs a function or a script on every rank; its output is rank 0's value.
 
-    With several outputs, rank 0 returns a dict by output name, or a tuple in the order of ``out``; outputs of type
-    Nothing have no part in either.
     A function's parameters are the op's inputs, except ``config`` and ``partition_key``, which are special as in
     `torch_asset`. A script has no inputs; order it with ``ins={"start": In(Nothing)}``.
 
@@ -227,7 +206,6 @@ def torch_distributor_op(
             ``"package.module:function"``, ``"-m package.module"``, or a command as a list of words.
         args: The rest of the command line, or the arguments of ``"package.module:function"``.
         num_processes: As for `torch_asset`.
-        use_gpu: As for `torch_asset`.
         options: As for `torch_asset`.
         resource_key: As for `torch_asset`.
         op_arguments: All arguments of ``@dg.op``: ``name``, ``ins``, ``out``, ``tags``,
@@ -244,39 +222,17 @@ def torch_distributor_op(
         >>> train_op.name
         'train'
     """
-    changes = collect_changes(options, num_processes=num_processes, use_gpu=use_gpu)
+    changes = collect_changes(options, num_processes=num_processes)
     outs = op_arguments.get("out")
     declared = [*outs.values()] if isinstance(outs, Mapping) else [outs]
-    if any(isinstance(out, dg.DynamicOut) for out in declared):
+    if len(declared) > 1:
         raise dg.DagsterInvalidDefinitionError(
-            "torch_distributor_op makes no dynamic outputs: return a list, and yield its items as DynamicOutput from "
-            "an op that takes it"
-        )
-    has_several = len(declared) > 1
-    if has_several:
-        changes["by_reference"] = False
-
-    def finish(context: dg.OpExecutionContext, result: dg.Output[Any], keys: list[str]) -> Any:
-        if not has_several:
-            return take_single(context, result, keys)
-        outputs = [output for output in context.op_def.output_defs if not output.dagster_type.is_nothing]
-        names = [output.name for output in outputs]
-        required = {output.name for output in outputs if output.is_required}
-        values = by_output(context.op_def.name, result.value, names, required)
-        # Outside of a step, as when the op is called directly, there is no selection.
-        selected = {output.name for output in outputs_of(context)} or set(names)
-        metadata = _without_result(result.metadata)
-        # A generator: Dagster would treat a tuple as all outputs, and an output may be left out.
-        return (
-            dg.Output(of_single(values[name], keys, name), name, metadata=metadata)
-            for name in names
-            if name in values and name in selected
+            "torch_distributor_op makes one output, rank 0's value: for several, write an op that calls "
+            "TorchDistributorResource.run"
         )
 
     def decorate(function: Callable[..., Any]) -> dg.OpDefinition:
-        if args:
-            raise dg.DagsterInvalidDefinitionError(f"args={list(args)!r} is for scripts; a function has inputs")
-        return cast(dg.OpDefinition, _make(dg.op, function, changes, resource_key, op_arguments, finish))
+        return cast(dg.OpDefinition, _make(dg.op, function, changes, resource_key, op_arguments, take_single))
 
     if train is None or callable(train):
         return decorate if train is None else decorate(train)
@@ -288,7 +244,7 @@ def torch_distributor_op(
     # The function has no return annotation, under which Dagster would not accept an Output object.
     def compute(context: dg.OpExecutionContext):  # type: ignore[no-untyped-def]
         resource: TorchDistributorResource = getattr(context.resources, resource_key)
-        return finish(context, resource.options(**changes).run(context, program, *args), [])
+        return resource.options(**changes).run(context, program, *args)
 
     name = os.path.basename(words[0]).removeprefix("-m ").removesuffix(".py").rpartition(":")[2]
     compute.__name__, compute.__doc__ = re.sub(r"\W", "_", name), f"Runs {' '.join(words)} on every rank."
@@ -339,8 +295,6 @@ def _make(
         if name not in (fixed or {}) and (inputs is None or name in inputs)
     ]
     partitions = PartitionArguments.of(train.__name__, taken, frozenset(arguments.get("ins") or ()))
-    if not is_op:
-        partitions.check(arguments.get("partitions_def"), arguments.get("backfill_policy"))
 
     def compute(context: Any, **given: Any) -> Any:
         keys = partitions.fill(context)

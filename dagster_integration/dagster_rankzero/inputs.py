@@ -1,7 +1,5 @@
 """Arguments of a training function: values without Dagster's objects, `ResultRef` that ranks open, partition keys."""
 
-import contextlib
-import functools
 import hashlib
 import inspect
 import re
@@ -65,12 +63,11 @@ def wants_reference(dagster_type: dg.DagsterType) -> bool:
 def without_dagster(value: Any) -> Any:
     """Returns a value with Dagster's objects in it replaced, also inside lists, tuples and dicts.
 
-    A `dagster.Config` becomes a `types.SimpleNamespace` with the same fields and properties, without its methods, and a
+    A `dagster.Config` becomes a `types.SimpleNamespace` with the same fields, without its properties and methods, and a
     `dagster.MultiPartitionKey` the string ``"a|b"``.
     """
     if isinstance(value, dg.Config):
-        found = {name: without_dagster(item) for name, item in value} | _properties(value)
-        return types.SimpleNamespace(**found)
+        return types.SimpleNamespace(**{name: without_dagster(item) for name, item in value})
     if isinstance(value, dg.MultiPartitionKey):
         return str(value)
     if type(value) is list:
@@ -81,17 +78,6 @@ def without_dagster(value: Any) -> Any:
     if type(value) is dict or (isinstance(value, Mapping) and type(value).__module__.startswith("dagster")):
         return {without_dagster(key): without_dagster(item) for key, item in value.items()}
     return value
-
-
-def _properties(config: dg.Config) -> dict[str, Any]:
-    """Returns the values of the properties that a config's own classes define, except of those that raise an error."""
-    found = {}
-    for cls in type(config).__mro__[: type(config).__mro__.index(dg.Config)]:
-        for name, member in vars(cls).items():
-            if isinstance(member, (property, functools.cached_property)) and not name.startswith("_"):
-                with contextlib.suppress(Exception):
-                    found[name] = without_dagster(getattr(config, name))
-    return found
 
 
 def without_annotations(train: Any) -> Any:
@@ -171,20 +157,6 @@ class PartitionArguments:
         found = [p for p in parameters if p.name in (PARTITION_KEY, PARTITION_KEYS) and p.name not in named_ins]
         needed = frozenset(p.name for p in found if p.default is inspect.Parameter.empty)
         return PartitionArguments(name, frozenset(p.name for p in found), needed)
-
-    def check(self, partitions_def: object, backfill_policy: dg.BackfillPolicy | None) -> None:
-        """Raises DagsterInvalidDefinitionError if no run, or no backfill, could provide the needed parameters."""
-        if self.needed and partitions_def is None:
-            raise dg.DagsterInvalidDefinitionError(
-                f"{self.name} has a parameter {min(self.needed)!r}, but the asset has no partitions: "
-                "give partitions_def"
-            )
-        several = backfill_policy is not None and backfill_policy.max_partitions_per_run != 1
-        if several and PARTITION_KEY in self.needed:
-            raise dg.DagsterInvalidDefinitionError(
-                f"{self.name} takes one {PARTITION_KEY!r}, but its backfills give several to one run: take "
-                f"{PARTITION_KEYS!r} and return a dict with one value for each, or use BackfillPolicy.multi_run()"
-            )
 
     def fill(self, context: Any) -> dict[str, Any]:
         """Returns the partition arguments for a run; raises dagster.Failure if it has none or too many."""

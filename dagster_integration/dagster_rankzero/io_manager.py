@@ -28,7 +28,7 @@ from dagster_rankzero._compat import KnownFields, set_data_version
 from dagster_rankzero.inputs import by_partition, dimensions_of, is_frame, segment, wants_reference
 from dagster_rankzero.metadata import describe_partitions, describe_result
 from rankzero import ResultError, ResultRef, RunHandle, RunNotFoundError
-from rankzero.pipeline import attempt, map_refs, store, verify
+from rankzero.pipeline import attempt, map_refs, store
 
 logger = logging.getLogger(__name__)
 
@@ -193,14 +193,12 @@ def commit(value: object, directory: str, allow_pickle: bool) -> ResultRef:
 def _take(ref: ResultRef, path: str, target: str) -> None:
     """Takes the file of a handle over: by a hard link or the store's own copy, else through the local ``path``.
 
-    A file that is linked or copied is not read; its checksum is verified when it is opened.
+    Its checksum is verified when it is opened.
     """
     try:
         if not store.copy_within(ref.uri, target):
-            with store.open_read(ref.uri) as source, open(path, "w+b") as copy:
+            with store.open_read(ref.uri) as source, open(path, "wb") as copy:
                 shutil.copyfileobj(source, copy, _CHUNK)
-                copy.seek(0)
-                verify(copy, ref.digest, ref.uri)
             store.upload(path, target, durable=True)
     except FileNotFoundError:
         raise ResultError(f"the result {ref.uri} does not exist; was its run directory deleted?") from None

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dagster_rankzero._compat import OutputFacts, expect_single_result, io_manager_of, outputs_of
+from dagster_rankzero._compat import OutputFacts, io_manager_of, outputs_of
 from dagster_rankzero.inputs import keys_of, wants_reference
-from rankzero.pipeline import REPORT_FILE, attempt, curves, is_number, reports
+from rankzero.pipeline import attempt, curves, reports
 
 if TYPE_CHECKING:
     from rankzero import RankZeroError, ResultRef, RunHandle
@@ -22,7 +22,7 @@ _Entries = dict[str, Any]
 METRIC_PREFIX = "metric/"
 """Prefix of metrics' names, so that a metric cannot replace another entry."""
 
-RESULT_ENTRIES = frozenset({"format", "size", "sha256", "sha256-8m", "parameters", "dtypes"})
+RESULT_ENTRIES = frozenset({"format", "size", "sha256", "sha256-8m"})
 """Names of the entries of `describe_result` other than metrics."""
 
 TABLE_ROWS = 50
@@ -55,7 +55,7 @@ def _describe_end(handle: "RunHandle[Any]") -> _Entries:
     entries: _Entries = {
         "run_directory": dg.MetadataValue.path(handle.directory),
         "run_id": handle.id,
-        "report": dg.MetadataValue.path(f"{handle.directory}/{REPORT_FILE}"),
+        "report": dg.MetadataValue.path(f"{handle.directory}/report.html"),
         "world_size": handle.world_size,
     }
     if status.started is not None and status.ended is not None:
@@ -70,17 +70,14 @@ def describe_result(ref: "ResultRef", directory: str = "") -> _Entries:
     algorithm, _, digits = ref.digest.rpartition(":")
     entries: _Entries = {"path": dg.MetadataValue.path(directory)} if directory else {}
     entries |= {"format": ref.format, "size": ref.size, algorithm: digits}
-    if isinstance(ref.summary.get("parameters"), int):
-        entries["parameters"] = ref.summary["parameters"]
-    if ref.summary.get("dtypes"):
-        entries["dtypes"] = table([{"dtype": name, **counts} for name, counts in ref.summary["dtypes"].items()])
     return entries | _metrics(ref.summary.get("metrics", {}))
 
 
 def _metrics(values: Mapping[str, Any]) -> _Entries:
     # JSON has no NaN and no infinity, and neither has the UI.
     plain = {
-        name: value if isinstance(value, int) or is_number(value) else str(value) for name, value in values.items()
+        name: value if isinstance(value, int) or reports.is_number(value) else str(value)
+        for name, value in values.items()
     }
     return {METRIC_PREFIX + name: value for name, value in plain.items()}
 
@@ -128,9 +125,7 @@ def _fence(text: str) -> str:
 def table(rows: Sequence[Mapping[str, Any]]) -> dg.MetadataValue[Any]:
     """Returns a table for the UI with all columns of the rows, in the order of their first use."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    plain = [{name: _plain(row.get(name)) for name in names} for row in rows]
-    columns = [dg.TableColumn(name, _column_type({type(row[name]) for row in plain})) for name in names]
-    return dg.MetadataValue.table([dg.TableRecord(row) for row in plain], dg.TableSchema(columns))
+    return dg.MetadataValue.table([dg.TableRecord({name: _plain(row.get(name)) for name in names}) for row in rows])
 
 
 def _list_reports(rows: Sequence[dict[str, Any]]) -> _Entries:
@@ -141,23 +136,16 @@ def _list_reports(rows: Sequence[dict[str, Any]]) -> _Entries:
     return {"reports": table([{name: value for name, value in row.items() if name not in hidden} for row in shown])}
 
 
-def _column_type(types: set[type]) -> str:
-    types = types - {type(None)}
-    if len(types) == 1:
-        return {bool: "bool", int: "int", float: "float"}.get(next(iter(types)), "string")
-    return "float" if types == {int, float} else "string"
-
-
 def _plain(value: Any) -> str | int | float | bool | None:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     # Twelve digits are enough for a time; the run directory has all.
-    return float(f"{value:.12g}") if is_number(value) else str(value)
+    return float(f"{value:.12g}") if reports.is_number(value) else str(value)
 
 
 def observe(context: Any, metrics: Mapping[str, Any]) -> Iterator[dg.AssetObservation]:
     """Yields an observation of every asset that a step materializes, under the names of the materialization."""
-    numbers = {METRIC_PREFIX + name: value for name, value in metrics.items() if is_number(value)}
+    numbers = {METRIC_PREFIX + name: value for name, value in metrics.items() if reports.is_number(value)}
     if numbers and isinstance(context, dg.AssetExecutionContext):
         partition = context.partition_key if context.has_partition_key else None
         for key in sorted(output.asset_key for output in outputs_of(context) if output.asset_key):
@@ -165,24 +153,15 @@ def observe(context: Any, metrics: Mapping[str, Any]) -> Iterator[dg.AssetObserv
 
 
 def check_single(context: Any) -> None:
-    """Raises dagster.Failure before a training whose step makes several assets, or is a hook."""
-    if isinstance(context, dg.HookContext):
-        raise dg.Failure(
-            "a hook cannot train: its context has neither partitions nor outputs, and no retry of its own. Train in an "
-            "op or asset that comes after the step",
-            allow_retries=False,
-        )
-    if not isinstance(context, dg.AssetExecutionContext):
-        return
-    keys = [output.asset_key.to_user_string() for output in outputs_of(context) if output.asset_key]
+    """Raises dagster.Failure before a training whose step makes several assets."""
+    keys = context.assets_def.keys if isinstance(context, dg.AssetExecutionContext) and outputs_of(context) else ()
     if len(keys) > 1:
         raise dg.Failure(
-            f"the step makes the assets {', '.join(keys)}, and a training has one result: use torch_multi_asset, "
-            "which gives each asset its part of what rank 0 returns; or run(context.op_execution_context, ...), which "
-            "returns an Output, and make the results of its value",
+            f"the step makes the assets {', '.join(sorted(key.to_user_string() for key in keys))}, and a training has "
+            "one result: use torch_multi_asset, which gives each asset its part of what rank 0 returns; or "
+            "run(context.op_execution_context, ...), which returns an Output, and make the results of its value",
             allow_retries=False,
         )
-    expect_single_result(context)
 
 
 def single_output(context: Any) -> OutputFacts | None:

@@ -1,7 +1,8 @@
 """`TorchDistributorResource`: runs training from an asset or an op, with the options of `rankzero.Launcher`."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, get_origin, overload
 
 import dagster as dg
@@ -11,21 +12,14 @@ import rankzero
 from dagster_rankzero._compat import KnownFields, check_fields, variable_of
 from dagster_rankzero.metadata import check_single
 from rankzero.errors import InvalidJobError
-from rankzero.pipeline import (
-    AUTO,
-    embedded_engine,
-    qualified_name,
-    spelt,
-    step_options,
-    store,
-    world_bounds,
-)
+from rankzero.pipeline import step_options
 
 if TYPE_CHECKING:
     from dagster_rankzero.step import Step
 
 P = ParamSpec("P")
 R = TypeVar("R")
+NumProcesses = int | tuple[int, int] | Literal["auto"]
 Program = str | os.PathLike[str] | Sequence[str]
 
 DEFAULT_RESOURCE_KEY = "torch_distributor"
@@ -65,22 +59,24 @@ class Checkpoints(KnownFields):
     mode: Literal["min", "max"] = _field("min", "Which values of the metric are better.")
 
 
-def _as_texts(given: Any) -> Any:
+def _as_texts(field: str, given: Any) -> Any:
     """Returns a mapping whose numbers and flags are text, spelt as in Spark: YAML and Dagster's templates make them."""
     if not isinstance(given, Mapping):
         return given
     # A whole number of the environment is its variable.
-    return {name: dg.EnvVar(found) if (found := variable_of(value)) else spelt(value) for name, value in given.items()}
+    variables = {name: dg.EnvVar(found) for name, value in given.items() if (found := variable_of(value))}
+    return OPTIONS["env"].kind.check(field, {**given, **variables})
 
 
 def _as_names(given: Any) -> Any:
     items = [given] if isinstance(given, (str, type)) else given
-    return [qualified_name(item) if isinstance(item, type) else item for item in items]
+    names = [f"{item.__module__}.{item.__qualname__}" if isinstance(item, type) else item for item in items]
+    return [name.removeprefix("builtins.") if isinstance(name, str) else name for name in names]
 
 
 _PLAIN: dict[str, Callable[[Any], Any]] = {
-    "env": _as_texts,
-    "spark_conf": _as_texts,
+    "env": partial(_as_texts, "env"),
+    "spark_conf": partial(_as_texts, "spark_conf"),
     "restart_on": _as_names,
     "checkpoints": lambda given: vars(given) if isinstance(given, rankzero.CheckpointConfig) else given,
 }
@@ -109,18 +105,14 @@ class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: i
     engine: str = _field("spark", "Where ranks run: spark, a barrier stage; or local, processes of this machine.")
     master: str | None = _field(
         None,
-        "Spark master: local[N], spark://host:port, yarn or k8s://... Left out: an embedded local[N] with a slot for "
-        "each task, or without pyspark engine local.",
+        "Spark master: local[N], spark://host:port, yarn or k8s://..., or a Spark Connect server: sc://host:15002, or "
+        "with a token, as an EnvVar, sc://host:443/;use_ssl=true;token=... Left out: an embedded local[N] with a slot "
+        "for each task, or without pyspark engine local.",
     )
     deploy_mode: str = _field(
         "client",
         "client: the driver of a run is a process beside the step's. cluster: it runs on the cluster and outlives "
         "the step's pod; the cluster must reach the store.",
-    )
-    connect: str | None = _field(
-        None,
-        "Spark Connect server instead of a master and spark_conf: sc://host:15002, or with a token, as an EnvVar, "
-        "sc://host:443/;use_ssl=true;token=...",
     )
     spark_conf: dict[str, str] = _field({}, "Spark configuration of the session that a run starts.")
     num_processes: int | None = _field(
@@ -193,9 +185,7 @@ class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: i
         try:
             if option and name != "dataset" and isinstance(value, (str, int, float)):
                 return option.check(value)
-            if name == "master" and value is not None:
-                if value.startswith("sc://"):
-                    raise ValueError("master is the address of a Spark Connect server; give it as connect")
+            if name == "master" and value is not None and not value.startswith("sc://"):
                 rankzero.SparkEngine(master=value)
         except InvalidJobError as error:
             raise ValueError(str(error)) from None
@@ -207,9 +197,9 @@ class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: i
         """Splits an elastic world size into two fields and turns ``auto`` into None: Dagster's fields have one type."""
         size = given.get("num_processes") if isinstance(given, dict) else None
         if isinstance(size, (tuple, list)):
-            least, most = world_bounds(OPTIONS["num_processes"].check(size))
+            least, most = OPTIONS["num_processes"].check(size)
             return {**given, "num_processes": most, "min_processes": least}
-        return {**given, "num_processes": None} if size == AUTO else given
+        return {**given, "num_processes": None} if size == "auto" else given
 
     def teardown_after_execution(self, context: dg.InitResourceContext) -> None:
         """Acknowledges the results that Dagster has stored, since their Dagster run may be deleted later."""
@@ -303,43 +293,6 @@ class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: i
         # The assets of the step are not checked here, since torch_multi_asset makes their results itself.
         from dagster_rankzero.step import train_in_step
 
-        result, events = None, train_in_step(self, context, train, args, kwargs)
-        for event in events:
-            if isinstance(event, dg.AssetObservation):
-                try:
-                    context.log_event(event)
-                except Exception as error:
-                    # A lost observation must not stop the training.
-                    context.log.warning("an observation could not be stored: %s", error)
-                except BaseException as interrupt:
-                    events.throw(interrupt)
-            else:
-                result = event
-        return result
-
-    def stream(self, context: Any, train: Callable[..., Any] | Program, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Runs a training like `run`, and yields Dagster's events while the ranks train, and the result at the end.
-
-        Closing the generator before its end ends the run.
-
-        Args:
-            context: Context of the asset or op.
-            train: A function, script, module or command, as for `run`.
-            args: Positional arguments of the function, or the script's command line.
-            kwargs: Keyword arguments of the function.
-
-        Yields:
-            For an asset a `dagster.AssetObservation` with rank 0's numeric metrics as ``metric/NAME``, at most one
-            in ``observation_interval`` seconds; at the end the result that `run` returns.
-
-        Example:
-            >>> @dg.asset
-            ... def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
-            ...     yield from torch_distributor.stream(context, train, lr=1e-3)
-        """
-        from dagster_rankzero.step import train_in_step
-
-        check_single(context)
         return train_in_step(self, context, train, args, kwargs)
 
     @property
@@ -348,12 +301,7 @@ class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: i
 
     def _launcher(self) -> rankzero.Launcher:
         """Returns the launcher with these options. Raises rankzero.InvalidJobError for what does not go together."""
-        if self.store is not None and not store.is_absolute(self.store):
-            raise InvalidJobError(
-                f"store is {self.store!r}, a relative path, which would begin in the directory of the step's process; "
-                "give an absolute path or a URL"
-            )
-        world: Any = self.num_processes or AUTO
+        world: Any = self.num_processes or "auto"
         if self.num_processes and self.min_processes is not None:
             world = self.min_processes, self.num_processes
         options = {name: getattr(self, name) for name in OPTIONS}
@@ -364,14 +312,12 @@ class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: i
     def _engine(self) -> Any:
         if self.engine == "local":
             return rankzero.LocalEngine()
-        if self.connect is not None:
-            if self.master is not None or self.spark_conf:
-                raise InvalidJobError("connect names a Spark Connect server: give it without master and spark_conf")
-            return rankzero.SparkConnectEngine(self.connect)
+        if (self.master or "").startswith("sc://"):
+            return rankzero.SparkConnectEngine(self.master)
         if self.deploy_mode != "client":
             return rankzero.SparkSubmitEngine(master=self.master, conf=self.spark_conf)
         if self.master is None:
-            return embedded_engine(self.spark_conf)
+            return rankzero.SparkEngine.embedded(self.spark_conf)
         return rankzero.SparkEngine(master=self.master, conf=self.spark_conf)
 
 

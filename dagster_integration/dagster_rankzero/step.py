@@ -12,7 +12,7 @@ import re
 import secrets
 import signal
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -24,17 +24,7 @@ from dagster_rankzero.inputs import is_frame, without_annotations, without_dagst
 from dagster_rankzero.io_manager import hold
 from dagster_rankzero.metadata import build_result, describe_error, observe, single_output, takes_reference
 from rankzero import InvalidJobError, Launcher, RankZeroError, RunHandle, WorkerFailedError
-from rankzero.pipeline import (
-    EngineOpened,
-    Follower,
-    LineWritten,
-    MetricsReported,
-    Opened,
-    attempt,
-    describe_process,
-    may_retry,
-    print_line,
-)
+from rankzero.pipeline import EngineOpened, Follower, LineWritten, MetricsReported, Opened, attempt, may_retry
 from rankzero.pipeline import lease as leases
 
 logger = logging.getLogger(__name__)
@@ -96,12 +86,12 @@ class Step:
         return None if self.is_followed_by_another else leases.LAST_LEASE
 
     @property
-    def retrier(self) -> Mapping[str, Any] | None:
-        """Returns the process of the Dagster run if only that retries this step; else None."""
+    def retrier(self) -> int | None:
+        """Returns the id of the process of the Dagster run if only that retries this step; else None."""
         if self.executor != _compat.MULTIPROCESS or self.run_is_retried:
             return None
         # The parent of a step's process is that process, or its fork server, which ends with it.
-        return describe_process(os.getppid())
+        return os.getppid()
 
     def has_accepted(self, receiver: Mapping[str, Any]) -> bool:
         """Returns True if the output of the step that got the result is stored, also if a blocking check failed it."""
@@ -148,10 +138,8 @@ class Step:
         return run is not None and _compat.is_retried(run, self.instance)
 
 
-def train_in_step(
-    resource: Any, context: Any, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Generator[Any, None, None]:
-    """Trains for the step of a context: yields observations of its assets, and at the end its result."""
+def train_in_step(resource: Any, context: Any, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Trains for the step of a context, with observations of its assets, and returns its result for Dagster."""
     if frames := {name: value for name, value in kwargs.items() if is_frame(value)}:
         # Ranks read the rows of a DataFrame as a dataset, and get its name as the argument.
         given = resource._given_dataset
@@ -163,9 +151,9 @@ def train_in_step(
     try:
         with open_run(resource._launcher(), step, context, *shipped, name=resource.name) as opened:
             handle = opened.handle
-            show, interval = partial(print_line, run_id=handle.id), resource.observation_interval
-            for metrics in follow(opened, step, context.log, show, interval, resource.log_ranks):
-                yield from observe(context, metrics)
+            for metrics in follow(opened, step, context.log, resource.observation_interval, resource.log_ranks):
+                for event in observe(context, metrics):
+                    attempt(context.log, "an observation", partial(context.log_event, event), None)
         is_reference = takes_reference(context, output) if resource.by_reference is None else resource.by_reference
         value = handle.result_ref() if is_reference else handle.result()
         if step is not None:
@@ -173,7 +161,7 @@ def train_in_step(
             resource._offered.append((handle, step))
     except RankZeroError as error:
         raise as_failure(error, handle, step, retry_user_errors=resource.retry_user_errors) from error
-    yield build_result(context, handle, value, output)
+    return build_result(context, handle, value, output)
 
 
 def run_id_of(root: str, key: str, name: str | None = None) -> str:
@@ -241,19 +229,15 @@ def _check_owner(before: RunHandle[Any], step: Step) -> None:
 
 
 def follow(
-    opened: Opened,
-    step: Step | None,
-    log: Any,
-    on_line: Callable[[str], None],
-    interval: float | None,
-    log_ranks: Collection[int] | None = None,
+    opened: Opened, step: Step | None, log: Any, interval: float | None, log_ranks: Collection[int] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Shows the output of the ranks until the run has ended; leaves or ends it once the Dagster run has ended.
+    """Prints the output of the ranks until the run has ended; leaves or ends it once the Dagster run has ended.
 
     Yields the last value of each of rank 0's metrics, whenever they have changed, at least ``interval`` seconds apart,
     and more as the run grows old. None yields no metrics.
     """
-    follower = Follower(opened.handle, ranks=log_ranks, attached=opened.attached)
+    handle = opened.handle
+    follower = Follower(handle, ranks=log_ranks, attached=opened.attached)
     latest: dict[str, Any] = {}
     shown: dict[str, Any] = {}
     started = next_at = time.monotonic()
@@ -261,7 +245,7 @@ def follow(
     while True:
         for event in follower.poll():
             if isinstance(event, LineWritten):
-                on_line(event.text)
+                event.show(handle.id)
             elif isinstance(event, EngineOpened):
                 log.info("the Spark UI of the training, while it runs: %s", event.url)
             elif isinstance(event, MetricsReported):
@@ -276,7 +260,7 @@ def follow(
         if interval is not None and latest != shown and now >= next_at:
             shown, next_at = latest, now + max(interval, THINNING * (now - started))
             yield latest
-        opened.handle.pause()
+        handle.pause()
 
 
 def _leave_or_end(opened: Opened, step: Step, log: Any) -> None:

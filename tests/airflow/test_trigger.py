@@ -12,8 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.conftest import until
-from tests.runs import submitted
+from tests.runs import job, submitted
 
 from rankzero import Launcher, RunHandle
 from rankzero.run.directory import Submission
@@ -119,35 +118,18 @@ def test_a_run_that_is_not_the_triggers_to_end_goes_on(
     assert handle.cancelled_for() == {}
 
 
-def test_a_trigger_that_was_blocked_leaves_the_run_to_a_worker_of_its_try(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_task_whose_trigger_could_not_follow_follows_the_run_itself(
+    dag: Any, run_dag: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, operator: Any
 ) -> None:
-    """Another triggerer had the trigger meanwhile, and could not follow: the task follows the run itself."""
-    from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
+    from airflow_rankzero import triggers
 
-    from airflow_rankzero import TorchDistributorOperator
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no such mount")
 
-    states = staticmethod(lambda **_: {"r": {"train": "running"}})
-    monkeypatch.setattr(RuntimeTaskInstance, "get_task_states", states)
-    handle = Launcher(1, store=tmp_path / "store").submit(train, str(tmp_path))
-    trigger = make_trigger(handle)
-    operator = TorchDistributorOperator(task_id="train", train=train, deferrable=True)
-    names = {"dag_id": "d", "task_id": "train", "run_id": "r", "map_index": -1}
-    ti = SimpleNamespace(id="i", try_number=1, max_tries=0, task=operator, xcom_push=lambda **_: None, **names)
-    trigger.task_instance = ti
-    # What a task records when it defers.
-    handle.offer({"task_instance": "i", "try": 1, "generation": "r#0"})
-    event = {"directory": handle.directory, "nonce": handle.nonce, "error": "OSError: no such mount"}
-    values: list[Any] = []
-    worker = threading.Thread(target=lambda: values.append(operator.execute_complete({"ti": ti}, event)))
-    worker.start()
-    until(lambda: "generation" not in handle.delivery().receiver, 60, "the worker's record")
-    asyncio.run(asyncio.wait_for(trigger.on_kill(), 120))
-    requested = handle.cancelled_for()
-    (tmp_path / "go").touch()
-    worker.join(120)
-    assert requested == {}
-    assert values == [7]
+    monkeypatch.setattr(triggers, "Follower", fail)
+    operator(lambda: 7, deferrable=True)
+    outcome = run_dag(dag)
+    assert outcome.xcom("train") == 7, outcome.errors
 
 
 def test_a_trigger_does_not_follow_another_run_of_the_same_name(tmp_path: Path) -> None:
@@ -164,7 +146,7 @@ def test_a_trigger_does_not_follow_another_run_of_the_same_name(tmp_path: Path) 
 
 
 def test_a_run_that_cannot_be_found_is_an_event_for_the_task(tmp_path: Path) -> None:
-    handle = RunHandle[Any](str(tmp_path / "nothing"))
+    handle = RunHandle[Any](str(tmp_path / "nothing"), job=job())
     event = asyncio.run(asyncio.wait_for(first(make_trigger(handle, "of a run")), 60))
     assert event["directory"] == str(tmp_path / "nothing")
     assert "RunNotFoundError" in event["error"]
@@ -206,37 +188,6 @@ def make_runs(store: str, state: str, *, orphan_timeout: float | None = None, co
 async def true(look: Callable[[], object]) -> None:
     while not look():
         await asyncio.sleep(0.02)
-
-
-def test_a_lease_is_renewed_while_the_store_does_not_answer_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = make_runs(f"memory://{tmp_path.name}", "running", orphan_timeout=2.0)
-    triggers = [make_trigger(RunHandle[Any](run.run.directory)) for run in runs]
-    stall = Stall(r"(?<!/lease)$")
-    monkeypatch.setattr(files, "filesystem_of", stall.filesystem)
-
-    async def renewed() -> None:
-        """Waits until each run has had two further leases: the first one may have been under way."""
-        for _ in range(2):
-            leases = [run.lease() for run in runs]
-            await true(lambda before=leases: all(run.lease() != lease for run, lease in zip(runs, before, strict=True)))
-
-    async def follow() -> None:
-        following = [asyncio.create_task(first(trigger)) for trigger in triggers]
-        await renewed()
-        stall.begin()
-        await true(lambda: stall.stalled)
-        await renewed()
-        stall.end()
-        for run in runs:
-            run.write_status(RunStatus(state="succeeded"))
-        assert len(await asyncio.gather(*following)) == len(runs)
-
-    try:
-        asyncio.run(asyncio.wait_for(follow(), 60))
-    finally:
-        stall.end()
 
 
 def test_a_store_that_does_not_answer_delays_no_training_of_another_store(

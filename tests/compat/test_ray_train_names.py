@@ -2,7 +2,6 @@
 
 import pytest
 
-from rankzero.compat.ray_train import session, train
 from rankzero.compat.ray_train.config import ABSENT, UnsupportedError
 
 HERE = "rankzero.compat.ray_train"
@@ -21,12 +20,6 @@ NAMES = {
 }
 """Public names of both versions of Ray, by the module here."""
 
-SESSION = (
-    "get_checkpoint get_dataset_shard get_experiment_name get_local_rank get_local_world_size get_metadata "
-    "get_node_rank get_run_id get_storage get_trial_dir get_trial_id get_trial_name get_trial_resources get_world_rank "
-    "get_world_size report"
-)
-
 
 @pytest.mark.parametrize(("module", "name"), [(module, name) for module in NAMES for name in NAMES[module].split()])
 def test_a_name_of_ray_works_or_raises_the_error(module: str, name: str) -> None:
@@ -39,13 +32,3 @@ def test_a_name_of_ray_works_or_raises_the_error(module: str, name: str) -> None
     for refused in (line, attribute, *as_module):
         with pytest.raises(UnsupportedError, match=f"has no {name}: see docs/migrate.md#ray-train"):
             exec(refused, {})
-
-
-@pytest.mark.parametrize("name", SESSION.split())
-def test_a_name_of_the_session_works_or_names_the_page(name: str) -> None:
-    for of in (session, train.get_context()):
-        if name in ABSENT:
-            with pytest.raises(AttributeError, match=f"has no {name}: see docs/migrate.md#ray-train"):
-                getattr(of, name)
-        else:
-            assert callable(getattr(of, name))

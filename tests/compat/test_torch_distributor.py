@@ -5,21 +5,18 @@ import os
 import re
 import textwrap
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn as nn
 from tests.services import spark_session
 from torch.utils.data import DataLoader, TensorDataset
 
 import rankzero.train as rt
-from rankzero import EngineError, InvalidJobError, TorchDistributor, WorkerFailedError
+from rankzero import EngineError, InvalidJobError, TorchDistributor
 from rankzero.compat.deepspeed_distributor import DeepspeedTorchDistributor
-from rankzero.compat.torch_distributor import _get_spark_partition_data_loader
 
 
 @pytest.fixture(autouse=True)
@@ -28,52 +25,17 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-class SimpleModel(nn.Module):
-    def __init__(self) -> None:
-        super(SimpleModel, self).__init__()  # noqa: UP008
-        self.fc = nn.Linear(10, 1)
-
-    def forward(self, x: Any) -> Any:
-        return self.fc(x)
-
-
-def train_model(dataloader: Any) -> Any:
-    import torch
-    import torch.nn as nn
-    from torch.optim import SGD
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = SimpleModel().to(device)
-    optimizer = SGD(model.parameters(), lr=0.01)
-    loss_fn = nn.MSELoss()
-
-    for _epoch in range(10):
-        for batch in dataloader:
-            inputs, targets = batch
-            inputs, targets = inputs.to(device), targets.to(device)
-            optimizer.zero_grad()
-            outputs = model(inputs)
-            loss = loss_fn(outputs, targets)
-            loss.backward()
-            optimizer.step()
-    # The guide evaluates the model afterwards.
-    return model
-
-
 def train(learning_rate: float, use_gpu: bool) -> Any:
-    import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel as DDP
-    from torch.utils.data import DataLoader, DistributedSampler
+    from torch.utils.data import DistributedSampler
 
-    backend = "nccl" if use_gpu else "gloo"
-    dist.init_process_group(backend)
+    dist.init_process_group("nccl" if use_gpu else "gloo")
     device = int(os.environ["LOCAL_RANK"]) if use_gpu else "cpu"
     model = DDP(torch.nn.Linear(10, 1).to(device))
     dataset = TensorDataset(torch.randn(16, 10))
     sampler: Any = DistributedSampler(dataset)
     loader = DataLoader(dataset, sampler=sampler)
-
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
     for [x] in loader:
         optimizer.zero_grad()
@@ -111,46 +73,14 @@ def test_the_guides(
 ) -> None:
     if not local_mode:
         request.getfixturevalue("session")
-    dataloader: Any = DataLoader(TensorDataset(torch.randn(100, 10), torch.randn(100, 1)), batch_size=10)
     with pytest.warns(DeprecationWarning, match="num_workers is called num_processes"):
         distributor = TorchDistributor(num_workers=2, local_mode=local_mode, use_gpu=False)
-    model = distributor.run(train_model, dataloader)
-    assert isinstance(model, SimpleModel), "the caller gets its own class back"
     assert distributor.run(train, 1e-3, False) == 8
     Path("train.py").write_text(textwrap.dedent(TRAIN_FILE))
     line = ["--learning-rate=1e-3", "--batch-size=64", "--my-key=my-value"]
-    assert distributor.run(str(tmp_path / "train.py"), *line) == distributor.run("train.py", *line)
     assert distributor.run("train.py", *line) == [0.128, "my-value"]
     assert distributor.run(train_object=prints, a=line[0], b=line[1], c=line[2]) == "success"
     assert "Got a=--learning-rate=1e-3, b=--batch-size=64, c=--my-key=my-value" in capsys.readouterr().out
-
-
-def batches(num_samples: int, workers: int, is_prepared: bool = False) -> list[Any]:
-    loader: Any = _get_spark_partition_data_loader(num_samples, 3, num_workers=workers)
-    if is_prepared:
-        loader = rt.prepare_data_loader(loader)
-    return [[batch[0].tolist(), list(batch[1].shape)] for batch in loader]
-
-
-def test_rows_of_a_dataframe_for_each_thread_its_own(session: Any) -> None:
-    with pytest.raises(InvalidJobError, match=r"local_mode to False"):
-        TorchDistributor(use_gpu=False)._train_on_dataframe(batches, session.range(5), 3, 0)
-    distributor = TorchDistributor(1, local_mode=False, use_gpu=False)
-    frames = [session.range(0, rows, 1, 1).selectExpr("id", "array(id, id) AS x") for rows in (5, 2)]
-    runs = [(frames[0], 3, 0), (frames[1], 3, 1), (frames[1], 3, 0, True)]
-    with ThreadPoolExecutor() as pool:
-        found = list(pool.map(lambda run: distributor._train_on_dataframe(batches, *run), runs))
-    assert found == [[[[0, 1, 2], [3, 2]]], *[[[[0, 1, 0], [3, 2]]]] * 2]
-    with pytest.raises(WorkerFailedError, match="dataset"):
-        distributor.run(batches, 3, 0)
-
-
-def test_a_file_that_fails_is_no_success() -> None:
-    Path("fails.py").write_text("raise SystemExit(7)")
-    distributor = TorchDistributor(num_processes=2, local_mode=True, use_gpu=False)
-    with pytest.raises(WorkerFailedError) as caught:
-        distributor.run("fails.py")
-    assert caught.value.exit_code == 7
 
 
 def test_numpys_numbers_and_more_ranks_than_gpus(
@@ -217,8 +147,6 @@ def flags_of() -> Any:
     import json
     import sys
 
-    import rankzero.train as rt
-
     *_, path = flags = sys.argv[1:]
     rt.set_result((flags, json.loads(Path(path).read_text()) if os.path.exists(path) else None))
 
@@ -243,13 +171,11 @@ def test_deepspeeds_configuration_is_on_the_command_line(config: Any) -> None:
     [
         (lambda: TorchDistributor(), "unable to be found on the driver: use_gpu=True needs 1 GPUs"),
         (lambda: TorchDistributor(num_processes=0), "num_processes is 0.*positive integer"),
-        (lambda: TorchDistributor(num_processes="2"), "num_processes is '2'"),
         (lambda: TorchDistributor(use_gpu="no"), "use_gpu is 'no'"),
         (lambda: TorchDistributor(local_mode=None), "local_mode is None"),
         (lambda: TorchDistributor(use_gpu=False).run("missing.py"), "no such script"),
         (lambda: TorchDistributor(use_gpu=False).run(__file__, lr=1), "positional arguments only, not lr"),
         (lambda: DeepspeedTorchDistributor(numGpus=0, useGpu=False), "numGpus is 0"),
-        (lambda: DeepspeedTorchDistributor(nnodes=1.5, useGpu=False), "nnodes is 1.5"),
         (lambda: DeepspeedTorchDistributor(useGpu=False, deepspeedConfig=7), "deepspeedConfig is 7; give a dict"),
         (lambda: DeepspeedTorchDistributor(useGpu=False, deepspeedConfig=__file__), "is no JSON object"),
     ],

@@ -169,9 +169,6 @@ def with_resource(cluster: TorchDistributorResource) -> None: ...
 def with_star(*features: object) -> None: ...
 
 
-def with_partition(partition_key: str) -> None: ...
-
-
 async def asynchronous() -> None: ...
 
 
@@ -181,7 +178,6 @@ async def asynchronous() -> None: ...
         (with_context, "'context'"),
         (with_resource, "'cluster'"),
         (with_star, "features"),
-        (with_partition, "partitions_def"),
         (asynchronous, "plain function"),
         (features, "plain function"),
         ("train.py", "plain function"),

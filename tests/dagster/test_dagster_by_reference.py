@@ -42,14 +42,6 @@ def asset_of_ones_own(**options: object) -> dg.AssetsDefinition:
     return trained
 
 
-def streamed_asset(**options: object) -> dg.AssetsDefinition:
-    @dg.asset
-    def trained(context: Context, torch_distributor: TorchDistributorResource):
-        yield from torch_distributor.options(**options).stream(context, train)
-
-    return trained
-
-
 def asset_of_mapped_ops(**options: object) -> dg.AssetsDefinition:
     @dg.op(out=dg.DynamicOut())
     def settings():
@@ -75,7 +67,7 @@ def format_of(trained: ResultRef) -> str:
     return trained.format
 
 
-ASSETS = [asset_of_a_function, asset_of_ones_own, streamed_asset, asset_of_mapped_ops]
+ASSETS = [asset_of_a_function, asset_of_ones_own, asset_of_mapped_ops]
 
 
 def failed(result: dg.ExecuteInProcessResult) -> str:

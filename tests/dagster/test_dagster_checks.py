@@ -93,67 +93,24 @@ def test_what_counts_as_better(
     assert verdicts(checked(check, dg.AssetSpec("challenger"), instance)) == {"loss_beats_champion": passed}
 
 
-@pytest.mark.parametrize(("names", "is_full"), [(999, False), (1000, True)])
-def test_a_metric_beyond_those_that_a_run_keeps_is_explained(
-    names: int, is_full: bool, instance: dg.DagsterInstance
-) -> None:
-    (check,) = build_metric_bounds_checks("model", {"accuracy": (0.9, None)})
-    shown = {f"metric/norm/{number}": 0.5 for number in range(names)}
-    instance.report_runless_asset_event(dg.AssetMaterialization("model", metadata=shown))
-    (evaluation,) = checked(check, dg.AssetSpec("model"), instance).get_asset_check_evaluations()
-    assert not evaluation.passed
-    assert ("keeps the first 1000 names of metrics: report fewer" in str(evaluation.description)) == is_full
-
-
 DAYS = dg.DailyPartitionsDefinition("2026-01-01", end_date="2026-01-04")
-REGIONS = dg.StaticPartitionsDefinition(["eu", "us"])
-SITES = dg.DynamicPartitionsDefinition(name="sites")
-BOTH = dg.MultiPartitionsDefinition({"day": DAYS, "region": REGIONS})
-
-# The challenger's partitions and the run's, the champion's and its models, and whether an accuracy of 0.7 passes.
-COMPARED = [
-    pytest.param(REGIONS, "eu", REGIONS, {"eu": 0.9, "us": 0.5}, False, id="worse than its region's"),
-    pytest.param(REGIONS, "eu", REGIONS, {"us": 0.9, "eu": 0.5}, True, id="better than its region's"),
-    pytest.param(REGIONS, "eu", REGIONS, {"us": 0.9}, True, id="its region's first"),
-    pytest.param(SITES, "a", SITES, {"a": 0.9, "b": 0.5}, False, id="dynamic"),
-    pytest.param(DAYS, "2026-01-03", DAYS, {"2026-01-01": 0.9, "2026-01-02": 0.5}, True, id="better than the newest"),
-    pytest.param(DAYS, "2026-01-03", DAYS, {"2026-01-01": 0.5, "2026-01-02": 0.9}, False, id="worse than the newest"),
-    pytest.param(DAYS, "2026-01-03", None, {None: 0.9}, False, id="one champion"),
-    pytest.param(BOTH, "2026-01-02|eu", DAYS, {"2026-01-02": 0.9, "2026-01-01": 0.5}, True, id="the newest"),
-]
 
 
-@pytest.mark.parametrize(("challengers", "partition", "partitions", "champions", "passed"), COMPARED)
-def test_a_model_is_compared_with_the_champion_of_its_region_and_of_any_day(
-    challengers: dg.PartitionsDefinition[str],
-    partition: str,
-    partitions: dg.PartitionsDefinition[str] | None,
-    champions: dict[str | None, float],
-    passed: bool,
-    instance: dg.DagsterInstance,
+@pytest.mark.parametrize(("champions", "passed"), [((0.9, 0.5), True), ((0.5, 0.9), False)])
+def test_the_newest_champion_counts_whatever_its_partition(
+    champions: tuple[float, float], passed: bool, instance: dg.DagsterInstance
 ) -> None:
-    instance.add_dynamic_partitions("sites", ["a", "b"])
-
-    @dg.asset(partitions_def=challengers)
+    @dg.asset(partitions_def=DAYS)
     def challenger() -> dg.MaterializeResult[None]:
         return dg.MaterializeResult(metadata={"accuracy": 0.7})
 
-    check = build_champion_check(challenger, dg.AssetSpec("champion", partitions_def=partitions), "accuracy")
-    for champion, accuracy in champions.items():
-        shown = dg.AssetMaterialization("champion", partition=champion, metadata={"accuracy": accuracy})
+    for day, accuracy in zip(("2026-01-01", "2026-01-02"), champions, strict=True):
+        shown = dg.AssetMaterialization("champion", partition=day, metadata={"accuracy": accuracy})
         instance.report_runless_asset_event(shown)
-    result = dg.materialize([challenger, check], instance=instance, partition_key=partition, raise_on_error=False)
+    check = build_champion_check(challenger, "champion", "accuracy")
+    result = dg.materialize([challenger, check], instance=instance, partition_key="2026-01-03", raise_on_error=False)
     (evaluation,) = result.get_asset_check_evaluations()
-    assert (evaluation.partition, evaluation.passed) == (partition, passed)
-
-
-@pytest.mark.parametrize(("challengers", "champions"), [(BOTH, BOTH), (BOTH, REGIONS), (None, REGIONS)])
-def test_a_champion_that_could_be_one_of_several_is_refused_when_defined(
-    challengers: dg.PartitionsDefinition[str] | None, champions: dg.PartitionsDefinition[str]
-) -> None:
-    specs = dg.AssetSpec("model", partitions_def=challengers), dg.AssetSpec("champion", partitions_def=champions)
-    with pytest.raises(dg.DagsterInvalidDefinitionError, match="of your own"):
-        build_champion_check(*specs, "accuracy")
+    assert (evaluation.partition, evaluation.passed) == ("2026-01-03", passed)
 
 
 def test_metrics_out_of_bounds_or_never_reported_stop_what_comes_after(

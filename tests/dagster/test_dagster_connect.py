@@ -17,7 +17,7 @@ WAIT = 120.0
 def on_connect(server: ConnectServer, tmp_path: Path, marker: str) -> TorchDistributorResource:
     """Two ranks on the server."""
     return TorchDistributorResource(
-        connect=server.url, num_processes=2, store=str(tmp_path / "runs"), env={"MARK": marker}
+        master=server.url, num_processes=2, store=str(tmp_path / "runs"), env={"MARK": marker}
     )
 
 

@@ -102,7 +102,6 @@ def test_metadata_says_what_is_stored_and_where(shelf: Shelf) -> None:
     (data,) = directory.glob("data-*")
     assert shown["path"] == str(directory)
     assert shown["size"] == data.stat().st_size
-    assert shown["parameters"] == 6
     assert data.name.startswith(f"data-{shown['sha256'][:16]}-")
     assert json.loads((directory / "rankzero.json").read_text())["ref"]["digest"] == f"sha256:{shown['sha256']}"
 
@@ -362,10 +361,6 @@ def test_a_handle_of_another_file_system_is_carried_over(
     shelf.store(ref)
     os.unlink(ref.uri)
     assert torch.equal(shelf.load()["w"], torch.ones(4))
-    damaged = ResultRef.save({"a": 1}, tmp_path / "elsewhere")
-    Path(damaged.uri).write_text('{"a": 2}')
-    with pytest.raises(dg.Failure, match="sha256"):
-        shelf.store(damaged)
 
 
 def test_a_torn_handle_is_not_stored(shelf: Shelf, tmp_path: Path) -> None:
@@ -380,30 +375,16 @@ def test_a_torn_handle_is_not_stored(shelf: Shelf, tmp_path: Path) -> None:
         shelf.load()
 
 
-def test_the_checksum_is_the_data_version(shelf: Shelf) -> None:
-    versions = []
-    for value in (1, 2, 1):
-        shown = shelf.store({"a": value})
+def test_the_checksum_is_the_data_version_unless_the_asset_has_its_own(shelf: Shelf) -> None:
+    def version_of(value: object) -> tuple[str, object]:
+        shown = shelf.store(value)
         event = shelf.instance.get_latest_materialization_event(dg.AssetKey("stored"))
-        versions.append(event.asset_materialization.tags["dagster/data_version"])
-        assert versions[-1] == shown["sha256"]
+        return event.asset_materialization.tags["dagster/data_version"], shown["sha256"]
+
+    versions = [version_of({"a": value}) for value in (1, 2, 1)]
+    assert all(version == digest for version, digest in versions)
     assert versions[0] == versions[2] != versions[1]
-
-
-def test_an_asset_may_have_a_data_version_of_its_own(shelf: Shelf) -> None:
-    shelf.store(dg.MaterializeResult(value=1, data_version=dg.DataVersion("mine")))
-    event = shelf.instance.get_latest_materialization_event(dg.AssetKey("stored"))
-    assert event.asset_materialization.tags["dagster/data_version"] == "mine"
-
-
-def test_the_types_of_tensors_are_a_table(shelf: Shelf) -> None:
-    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "b": torch.nn.Linear(2, 2, dtype=torch.bfloat16)})
-    shown = shelf.store(lambda: model)
-    assert [record.data for record in shown["dtypes"].records] == [
-        {"dtype": "float32", "tensors": 2, "parameters": 8, "bytes": 32},
-        {"dtype": "bfloat16", "tensors": 2, "parameters": 6, "bytes": 12},
-    ]
-    assert {column.name: column.type for column in shown["dtypes"].schema.columns}["bytes"] == "int"
+    assert version_of(dg.MaterializeResult(value=1, data_version=dg.DataVersion("mine")))[0] == "mine"
 
 
 def test_pickles_can_be_forbidden(shelf: Shelf) -> None:
@@ -463,31 +444,19 @@ def test_the_root_may_be_a_path(shelf: Shelf, make: type) -> None:
     assert (shelf.folder / "rankzero.json").exists()
 
 
-def test_assets_whose_keys_hold_slashes_are_stored_apart(shelf: Shelf) -> None:
-    keys = [dg.AssetKey(["a", "b/c"]), dg.AssetKey(["a/b", "c"]), dg.AssetKey(["a", "b", "c"])]
-
-    @dg.multi_asset(outs={f"out{number}": dg.AssetOut(key=key) for number, key in enumerate(keys)})
-    def assets():
-        return 0, 1, 2
-
-    shelf.run(assets)
-    defs = shelf.defs(assets)
-    assert [defs.load_asset_value(key, instance=shelf.instance) for key in keys] == [0, 1, 2]
-
-
-def test_a_partition_and_an_asset_below_it_are_stored_apart(shelf: Shelf) -> None:
+def test_keys_with_slashes_and_a_partition_and_an_asset_below_it_are_stored_apart(shelf: Shelf) -> None:
     @dg.asset(partitions_def=dg.StaticPartitionsDefinition(["k"]))
     def stat() -> str:
         return "the partition"
 
-    keys = [dg.AssetKey(["stat", "k"]), dg.AssetKey(["stat", "@partitions", "k"])]
+    keys = [["a", "b/c"], ["a/b", "c"], ["a", "b", "c"], ["stat", "k"], ["stat", "@partitions", "k"]]
 
-    @dg.multi_asset(outs={f"out{number}": dg.AssetOut(key=key) for number, key in enumerate(keys)})
-    def below():
-        return 0, 1
+    @dg.multi_asset(outs={f"out{number}": dg.AssetOut(key=dg.AssetKey(key)) for number, key in enumerate(keys)})
+    def others():
+        return tuple(range(len(keys)))
 
     shelf.run(stat, partition_key="k")
-    shelf.run(below)
-    defs = shelf.defs(stat, below)
+    shelf.run(others)
+    defs = shelf.defs(stat, others)
     assert defs.load_asset_value("stat", partition_key="k", instance=shelf.instance) == "the partition"
-    assert [defs.load_asset_value(key, instance=shelf.instance) for key in keys] == [0, 1]
+    assert [defs.load_asset_value(dg.AssetKey(key), instance=shelf.instance) for key in keys] == [*range(len(keys))]

@@ -3,7 +3,6 @@
 import base64
 import re
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import dagster as dg
 import pytest
@@ -11,8 +10,6 @@ from tests.dagster.dagster_events import metadata_of
 
 import rankzero.train as rt
 from dagster_rankzero import torch_asset
-from dagster_rankzero.metadata import TABLE_ROWS, describe_run
-from rankzero import Launcher, LocalEngine
 
 
 def test_the_curve_the_table_and_the_throughput_of_a_run(resources: dict[str, object]) -> None:
@@ -34,26 +31,13 @@ def test_the_curve_the_table_and_the_throughput_of_a_run(resources: dict[str, ob
     assert shown["epochs_per_second"] > 0
     assert (shown["world_size"], shown["metric/train_loss"], shown["metric/epoch"]) == (2, 1.0, 2)
     title, _, picture = shown["loss_curve"].partition("](data:image/svg+xml;base64,")
-    assert title == "![train_loss"
+    assert title == "![curves"
     svg = ElementTree.fromstring(base64.b64decode(picture.removesuffix(")")))
     # The first path is that of the axes.
     _, line = svg.findall("{http://www.w3.org/2000/svg}path")
     heights = [float(height) for height in re.findall(r"[ML][0-9.]+,([0-9.]+)", line.attrib["d"])]
     assert heights == sorted(heights)
     assert len(set(heights)) == 3
-
-
-def test_many_reports_are_thinned_and_the_last_one_kept(tmp_path: Path, marker: str) -> None:
-    def train() -> None:
-        for step in range(5000):
-            rt.report({"step": step, "loss": 1.0 / (step + 1)})
-
-    launcher = Launcher(1, engine=LocalEngine(), store=tmp_path / "runs", env={"MARK": marker})
-    handle = launcher.submit(train)
-    assert handle.wait(240)
-    shown = describe_run(handle)
-    rows = [record.data for record in shown["reports"].records]
-    assert (len(rows), rows[0]["step"], rows[-1]["step"]) == (TABLE_ROWS, 0, 4999)
 
 
 @pytest.mark.parametrize("losses", [[], [1.0], [float("nan")] * 3])
@@ -121,6 +105,6 @@ def test_a_delivery_that_cannot_be_noted_fails_no_step(
     def model() -> int:
         return 1
 
-    monkeypatch.setattr("rankzero.run.delivery.write", fail)
+    monkeypatch.setattr("rankzero.run.directory.Submission.record_delivery", fail)
     result = dg.materialize([model], resources={**resources, "io_manager": dg.mem_io_manager})
     assert result.output_for_node("model") == 1

@@ -18,7 +18,6 @@ OF_THE_LAUNCHER_ALONE = {
 OF_DAGSTER_ALONE = {
     "min_processes": "a field of Dagster has one type, so the launcher's pair of sizes is two fields",
     "master": "the engine",
-    "connect": "the engine",
     "deploy_mode": "the engine",
     "spark_conf": "the engine",
     "name": "of a pipeline's step, whose run is found by it",

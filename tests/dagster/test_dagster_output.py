@@ -25,34 +25,17 @@ def yielded(context: Context, torch_distributor: TorchDistributorResource) -> It
     yield torch_distributor.run(context, train)
 
 
-def streamed(context: Context, torch_distributor: TorchDistributorResource) -> Iterator[object]:
-    yield from torch_distributor.stream(context, train)
-
-
-def returned_stream(context: Context, torch_distributor: TorchDistributorResource) -> object:
-    return torch_distributor.stream(context, train)
-
-
 def unannotated(body: Body) -> Body:
     """Annotated with what a body gives, the outputs would have its type."""
     del body.__annotations__["return"]
     return body
 
 
-BODIES = [unannotated(body) for body in (returned, yielded, streamed, returned_stream)]
+BODIES = [unannotated(body) for body in (returned, yielded)]
 
 
 def materialized(result: dg.ExecuteInProcessResult) -> list[str]:
     return [event.asset_key.to_user_string() for event in result.get_asset_materialization_events()]
-
-
-@pytest.mark.parametrize("body", BODIES)
-def test_the_only_selected_asset_of_a_step_is_named(body: Body, resources: dict[str, object]) -> None:
-    outs = {name: dg.AssetOut(is_required=False) for name in ("model", "metrics")}
-    multi = dg.multi_asset(outs=outs, can_subset=True, name="multi")(body)
-    result = dg.materialize([multi], selection=["metrics"], resources=resources)
-    assert materialized(result) == ["metrics"]
-    assert value_of(result, "multi", "metrics") == train()
 
 
 @pytest.mark.parametrize("body", BODIES)

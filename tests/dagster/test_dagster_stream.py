@@ -1,15 +1,12 @@
-"""`TorchDistributorResource.stream` and `.run`: what Dagster gets while ranks train; calls that a step makes."""
+"""`TorchDistributorResource.run`: what Dagster gets while ranks train; several calls in one step."""
 
-import os
-import signal
 import threading
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import dagster as dg
 import pytest
-from tests.conftest import processes_with, until, wait_until_gone
+from tests.conftest import until
 
 import rankzero.train as rt
 from dagster_rankzero import TorchDistributorResource
@@ -96,7 +93,6 @@ def test_an_interrupt_while_a_point_is_stored_ends_the_training_and_what_its_run
 
 
 def endless() -> None:
-    import threading
 
     rt.report({"loss": 1.0})
     threading.Event().wait()
@@ -113,12 +109,13 @@ def observed(result: dg.ExecuteInProcessResult) -> list[dict[str, Any]]:
     return [{"partition": o.partition, **{name: entry.value for name, entry in o.metadata.items()}} for o in seen]
 
 
-def test_an_asset_is_observed_while_its_ranks_train(one_rank: TorchDistributorResource, seen: Path) -> None:
+def test_an_asset_is_observed_while_its_ranks_train(
+    one_rank: TorchDistributorResource, monkeypatch: pytest.MonkeyPatch, seen: Path
+) -> None:
     @dg.asset(partitions_def=dg.StaticPartitionsDefinition(["a", "b"]))
     def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
-        for event in torch_distributor.stream(context, train, str(seen), 0.0):
-            yield event
-            seen.touch()
+        note_events(context, seen, monkeypatch)
+        return torch_distributor.run(context, train, str(seen), 0.0)
 
     result = dg.materialize([model], resources={"torch_distributor": one_rank}, partition_key="b")
     shown = observed(result)
@@ -145,35 +142,6 @@ def test_observations_can_be_switched_off_and_are_throttled(
 
     result = dg.materialize([silent, throttled], resources={"torch_distributor": one_rank})
     assert len(observed(result)) == 1
-
-
-def test_an_op_streams_its_output_only(one_rank: TorchDistributorResource) -> None:
-    @dg.op
-    def train_op(context: dg.OpExecutionContext, torch_distributor: TorchDistributorResource):
-        yield from torch_distributor.stream(context, train, LOOKED)
-
-    @dg.job(resource_defs={"torch_distributor": one_rank})
-    def pipeline() -> None:
-        train_op()
-
-    result = pipeline.execute_in_process()
-    assert result.output_for_node("train_op") == 1
-    assert observed(result) == []
-
-
-@pytest.mark.parametrize("policy", [None, pytest.param(dg.RetryPolicy(max_retries=1), marks=pytest.mark.soak)])
-def test_leaving_a_stream_ends_its_ranks(
-    one_rank: TorchDistributorResource, marker: str, policy: dg.RetryPolicy | None
-) -> None:
-    @dg.asset(retry_policy=policy)
-    def left(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
-        stream = torch_distributor.stream(context, endless)
-        assert isinstance(next(stream), dg.AssetObservation)
-        assert processes_with(marker)
-        stream.close()
-        return wait_until_gone(marker)
-
-    assert dg.materialize([left], resources={"torch_distributor": one_rank}).output_for_node("left") == []
 
 
 def test_a_step_may_train_twice_and_its_next_try_gets_what_was_done(
@@ -206,37 +174,3 @@ def test_a_step_may_train_twice_and_its_next_try_gets_what_was_done(
     assert result.output_for_node("changing") == ["try 0", "try 1"]
     trained = sorted((tmp_path / "trained").read_text().split("\n"))
     assert trained == ["", "pretrained", "try 0", "try 0", "try 1", "tuned"]
-
-
-def test_an_interrupt_leaves_no_rank_behind_and_the_callers_handlers_alone(
-    one_rank: TorchDistributorResource, marker: str, tmp_path: Path
-) -> None:
-    """Also where the driver is a thread of this process, which an interrupted join would take for ended."""
-
-    class Stop(BaseException):
-        pass
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Stop
-
-    def interrupt() -> None:
-        # The last file of a submission: what is attached to before it is no run yet.
-        until(lambda: list((tmp_path / "runs").glob("*/submissions/0.json")), 60, "a run")
-        (job,) = (tmp_path / "runs").glob("*/submissions/0.json")
-        until(lambda: RunHandle.attach(job.parents[1]).status().state == "running", 60, "ranks")
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    before = signal.signal(signal.SIGUSR1, stop)
-    try:
-        thread = threading.Thread(target=interrupt, daemon=True)
-        thread.start()
-        with dg.build_asset_context() as context, pytest.raises(Stop):
-            one_rank.run(context, endless)
-        left = wait_until_gone(marker)
-        (job,) = (tmp_path / "runs").glob("*/submissions/0.json")
-        # Ended as asked for, and the call has waited for that.
-        assert RunHandle.attach(job.parents[1]).status().state == "cancelled"
-        assert signal.getsignal(signal.SIGUSR1) is stop
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert left == []

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from tests.conftest import until
 from tests.test_secrets import SECRET, files_with_the_secret
@@ -20,7 +19,6 @@ from rankzero import EngineError, InvalidJobError, Launcher, SparkEngine
 from rankzero.data.manifest import Manifest
 from rankzero.engines.spark import materialize as materializing
 from rankzero.engines.spark.materialize import content_of, materialize, row_hash
-from rankzero.engines.spark.part import Part
 from rankzero.train import DatasetShard, TrainContext
 
 
@@ -71,13 +69,6 @@ def test_every_kind_of_column_arrives_in_the_order_of_the_frame(frame: Any, tmp_
     assert batch["text"][6:9] == ["6", None, "8"]
     assert batch["nested"]["inner"].tolist() == numbers
     assert batch["time"][1] == 1_000_000
-
-
-def test_the_facts_about_a_file_do_not_grow_with_its_columns() -> None:
-    names = [f"c{number}" for number in range(1000)]
-    part = Part("part-0.parquet", names)
-    part.note(pa.RecordBatch.from_arrays([pa.array([1])] * 1001, [*names, "hash"]))
-    assert part.row().nbytes < 1000
 
 
 @pytest.mark.parametrize("as_argument", [True, False])

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 import rankzero.train as rt
-from rankzero import Launcher, ResultError, Table, store
-from rankzero.train import rows
+from rankzero import Launcher, Table
 
 
 def _flaky(*batches: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -42,41 +41,6 @@ def test_columns_of_the_calls_before_stay_when_a_call_raises() -> None:
     rt.write_rows({"id": [1], "extra": [0.5]}, "before")
     _raises("before", {"id": [2], "extra": [0.5]})
     assert rt.write_rows([], "before").to_arrow().to_table().to_pydict() == {"id": [1], "extra": [0.5]}
-
-
-def test_rows_that_the_store_does_not_remove_are_not_silently_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = [{"id": [1]}, {"id": [2], "extra": ["x"]}]
-
-    remove, is_down = store.remove, True
-
-    def remove_when_up(location: str) -> None:
-        if is_down:
-            raise OSError("no such device")
-        remove(location)
-
-    monkeypatch.setattr(store, "remove", remove_when_up)
-    monkeypatch.setattr(rows, "GROUP_BYTES", 1)
-    _raises("refused", *batches)
-    with pytest.raises(ResultError, match="of a call that raised cannot be removed.*no such device"):
-        rt.write_rows(batches, "refused")
-    is_down = False
-    table = rt.write_rows(batches, "refused")
-    assert sorted(table.to_arrow().to_table()["id"].to_pylist()) == [1, 2]
-
-
-def _returns_what_raised() -> Table:
-    def refuse(_: str) -> None:
-        raise OSError("no such device")
-
-    store.remove, rows.GROUP_BYTES = refuse, 1
-    with pytest.raises(ConnectionError):
-        rt.write_rows(_flaky({"id": [1]}, {"id": [2], "extra": ["x"]}))
-    return rt.write_rows([])
-
-
-def test_a_result_does_not_hold_rows_of_a_call_that_raised(launcher: Launcher) -> None:
-    with pytest.raises(ResultError, match="of a call that raised cannot be removed"):
-        launcher.options(num_processes=1).run(_returns_what_raised)
 
 
 def _one_rank_raises() -> Table:

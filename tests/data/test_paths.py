@@ -20,17 +20,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.identities import identity_by
-from torch.utils.data import DataLoader
 
 import rankzero.train as rt
-from rankzero import InvalidJobError, Launcher, ResultError, RetryableError, SparkEngine, store
+from rankzero import InvalidJobError, Launcher, ResultError, SparkEngine, store
 from rankzero.data import order, reader
 from rankzero.data.files import filesystem_of
 from rankzero.data.manifest import Manifest
-from rankzero.data.shares import Stretch
 from rankzero.submit import paths
 from rankzero.submit.paths import manifest_of_path
-from rankzero.train import DatasetShard, TrainContext, batches, context, data_loader
+from rankzero.train import DatasetShard, TrainContext
 
 
 class WorkerInfo(NamedTuple):
@@ -186,27 +184,6 @@ def test_without_padding_no_row_comes_twice(parquet: Path, tmp_path: Path, world
             found += ids_of(shard.iter_batches(1, shuffle=True, pad=pad, prefetch=0))
     assert sorted(seen) == list(range(1003))
     assert len(repeated) % worlds[1] == 0
-    data = [shard_of(manifest, rank, worlds[0]).to_torch(1, pad=False) for rank in (0, worlds[0] - 1)]
-    assert [len(each) for each in data] == [len(list(each)) for each in data]
-
-
-def test_processes_of_a_loader_lose_no_row_of_the_rest_of_an_epoch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lost = []
-    for rows in range(1, 7):
-        pq.write_table(pa.table({"id": list(range(rows))}), tmp_path / f"{rows}.parquet")
-        manifest = manifest_of_path(str(tmp_path / f"{rows}.parquet"), "train")
-        for consumed, world, processes in itertools.product(range(rows), range(1, 7), (1, 2)):
-            seen = list(range(consumed))
-            for rank, worker in itertools.product(range(world), range(processes)):
-                data = shard_of(manifest, rank, world).to_torch(1, pad=False)
-                data.consumed = [Stretch(1, 1, False, consumed)]
-                monkeypatch.setattr(batches, "get_worker_info", lambda of=(worker, processes): WorkerInfo(*of))
-                seen += ids_of(data)
-            if sorted(seen) != list(range(rows)):
-                lost.append((rows, consumed, world, processes, seen))
-    assert lost == []
 
 
 @pytest.mark.soak
@@ -235,6 +212,21 @@ def test_epochs_differ_and_a_seed_fixes_them(parquet: Path, tmp_path: Path) -> N
     assert shard.epoch == 2
     same.set_epoch(1)
     assert ids_of(same.iter_batches(100, shuffle=True)) == second
+
+
+def test_a_loaded_position_is_that_of_its_epoch_and_dataset_only(parquet: Path) -> None:
+    def orders(resume: dict[str, Any] | None, epoch: int) -> list[int]:
+        shard = shard_of(manifest_of_path(str(parquet), "train"))
+        if resume:
+            shard.load_state_dict(resume)
+        shard.set_epoch(epoch)
+        return ids_of(shard.iter_batches(100, shuffle=True))
+
+    state = {"epoch": 2, "consumed": [[1, 100, 0, 3]], "rows": 1003, "seed": 0}
+    for epoch, begin in ((2, 300), (0, 0), (3, 0)):
+        assert orders(state, epoch) == orders(None, epoch)[begin:]
+    with pytest.raises(ValueError, match="dataset of 7 rows; this one has 1003"):
+        orders({**state, "rows": 7}, 2)
 
 
 def test_a_batch_that_is_written_to_does_not_change_the_next_epoch(tmp_path: Path) -> None:
@@ -321,113 +313,6 @@ def test_a_file_that_has_become_shorter_is_named(tmp_path: Path) -> None:
         next(shard.iter_batches(10))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_data_loader_of_several_processes_gives_the_same_batches(
-    parquet: Path, tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # torch's loader sets one in the first process that makes others.
-    monkeypatch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", True)
-    shard = shard_of(manifest_of_path(str(parquet), "train"))
-    data = shard.to_torch(64, shuffle=True, seed=3, columns=["id"])
-    loader = rt.prepare_data_loader(DataLoader(data, batch_size=None, num_workers=workers))
-    assert len(loader) == 16
-    for _ in range(2):
-        assert ids_of(loader) == ids_of(shard.iter_batches(64, shuffle=True, seed=3))
-    loader.load_state_dict({"epoch": 1, "consumed": [[1, 64, 0, 3]], "rows": 1003})
-    shard.set_epoch(1)
-    assert ids_of(loader) == ids_of(list(shard.iter_batches(64, shuffle=True, seed=3))[3:])
-
-
-def test_a_loaded_position_is_that_of_its_epoch_only(
-    parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(context, "_session", None)
-    manifest = manifest_of_path(str(parquet), "train")
-
-    def orders(resume: dict[str, Any] | None, epoch: int) -> list[list[int]]:
-        shard = shard_of(manifest)
-        data = shard_of(manifest).to_torch(100, shuffle=True)
-        loader = rt.prepare_data_loader(DataLoader(data, batch_size=None))
-        for each in (shard, loader):
-            if resume:
-                each.load_state_dict(resume)
-            each.set_epoch(epoch)
-            if resume:
-                expected = {**resume, "epoch": epoch, "consumed": resume["consumed"][: epoch == 2]}
-                assert each.state_dict() == expected
-        return [ids_of(shard.iter_batches(100, shuffle=True)), ids_of(loader)]
-
-    state = {"epoch": 2, "consumed": [[1, 100, 0, 3]], "rows": 1003, "seed": 0}
-    for epoch, begin in ((2, 300), (0, 0), (3, 0)):
-        assert orders(state, epoch) == [order[begin:] for order in orders(None, epoch)]
-
-
-def test_processes_that_are_kept_learn_of_each_epoch(
-    parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # torch's loader sets one in the first process that makes others.
-    monkeypatch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", True)
-    data = shard_of(manifest_of_path(str(parquet), "train")).to_torch(100, shuffle=True)
-    kept = DataLoader(data, batch_size=None, num_workers=1, persistent_workers=True)
-    loader = rt.prepare_data_loader(kept)
-    again = shard_of(manifest_of_path(str(parquet), "train"))
-    for _ in range(3):
-        assert ids_of(loader) == ids_of(again.iter_batches(100, shuffle=True))
-    # And of what was consumed of an epoch.
-    for epoch in (1, 4):
-        batches = iter(again.iter_batches(100, shuffle=True))
-        next(batches)
-        loader.load_state_dict({**again.state_dict(), "epoch": epoch})
-        again.load_state_dict({**again.state_dict(), "epoch": epoch})
-        for _ in range(2):
-            assert ids_of(loader) == ids_of(again.iter_batches(100, shuffle=True))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_of_a_share_goes_on_in_another_world(
-    parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
-    # torch's loader sets one in the first process that makes others.
-    monkeypatch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", True)
-    monkeypatch.setattr(context, "_session", None)
-    manifest = manifest_of_path(str(parquet), "train")
-
-    def loader_of(rank: int, world_size: int) -> Any:
-        # No word of the data being shared out already.
-        world = TrainContext(rank=rank, world_size=world_size)
-        monkeypatch.setattr(data_loader, "get_context", lambda: world)
-        data = shard_of(manifest, rank, world_size).to_torch(50, shuffle=True)
-        return rt.prepare_data_loader(DataLoader(data, batch_size=None, num_workers=workers))
-
-    seen, state = [], {"epoch": 0, "consumed": [], "rows": 1003, "seed": 0}
-    for world_size, count in ((2, 4), (3, 1), (2, 1), (1, 100)):
-        for rank in range(world_size):
-            loader = loader_of(rank, world_size)
-            loader.load_state_dict(state)
-            assert loader.state_dict() == state
-            batches = iter(loader)
-            seen += ids_of(itertools.islice(batches, count))
-            after = loader.state_dict()
-        state = after
-    assert sorted(seen) == list(range(1003))
-    assert state == {"epoch": 1, "consumed": [], "rows": 1003, "seed": 0}
-    with pytest.raises(ValueError, match="dataset of 7 rows; this one has 1003"):
-        loader.load_state_dict({**state, "rows": 7})
-    with pytest.raises(TypeError, match="batch_size=None"):
-        rt.prepare_data_loader(DataLoader(loader.dataset))
-
-
-def test_what_would_stack_batches_or_rows_says_what_to_call(parquet: Path, tmp_path: Path) -> None:
-    shard = shard_of(manifest_of_path(str(parquet), "train"))
-    with pytest.raises(TypeError, match="batch_size=None"):
-        next(iter(DataLoader(shard.to_torch(10), batch_size=10)))
-    assert len(next(iter(DataLoader(shard.to_torch(10), batch_size=None)))["id"]) == 10
-    with pytest.raises(TypeError, match=r"iter_batches\(batch_size\)"):
-        next(iter(DataLoader(shard)))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"iter_batches\(batch_size\)"):
-        list(shard)  # type: ignore[call-overload]
-
-
 def test_a_process_ends_in_the_middle_of_an_epoch_and_with_it_rows_that_no_run_wrote(
     parquet: Path, tmp_path: Path
 ) -> None:
@@ -500,21 +385,6 @@ def test_an_object_that_was_replaced_by_one_with_as_many_rows_is_not_read(bucket
         read()
 
 
-def _reads_after_a_restart(file: str) -> list[int]:
-    ids = ids_of(rt.get_dataset_shard().iter_batches(10))
-    if rt.get_context().attempt == 0:
-        pq.write_table(table(100, 100), file)
-        raise RetryableError("with other rows")
-    return ids
-
-
-def test_a_restart_does_not_read_rows_that_were_replaced(launcher: Launcher, tmp_path: Path) -> None:
-    file = str(tmp_path / "rows.parquet")
-    pq.write_table(table(100, 0), file)
-    with pytest.raises(ResultError, match=r"rows\.parquet of the dataset has other rows"):
-        launcher.options(num_processes=1, dataset=file, max_restarts=1).run(_reads_after_a_restart, file)
-
-
 def test_bad_arguments_are_named(parquet: Path, tmp_path: Path) -> None:
     shard = shard_of(manifest_of_path(str(parquet), "train"))
     with pytest.raises(InvalidJobError, match="has no column 'y'; it has id, x, name"):
@@ -523,8 +393,6 @@ def test_bad_arguments_are_named(parquet: Path, tmp_path: Path) -> None:
         shard.iter_batches(0)
     with pytest.raises(InvalidJobError, match="batch_size is True"):
         shard.iter_batches(True)
-    with pytest.raises(ValueError, match="of a dataset of 5 rows; 'train' has 1003"):
-        shard.load_state_dict({"epoch": 0, "consumed": [], "rows": 5})
     with pytest.raises(InvalidJobError, match=r"was given no dataset 'train'"):
         rt.get_dataset_shard()
 
@@ -535,10 +403,6 @@ def test_a_batch_size_may_be_a_number_of_numpy(parquet: Path, tmp_path: Path) ->
     assert len(next(batches)["id"]) == 500
     assert json.loads(json.dumps(shard.state_dict())) == shard.state_dict()
     assert len(list(batches)) == 2
-
-
-def test_a_file_url_is_a_path(parquet: Path) -> None:
-    assert manifest_of_path(f"file://{parquet}", "train") == manifest_of_path(str(parquet), "train")
 
 
 def test_bad_paths_are_refused_before_a_start(parquet: Path, tmp_path: Path) -> None:

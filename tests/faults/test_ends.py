@@ -15,7 +15,6 @@ from tests.conftest import ROOT
 
 import rankzero.train as rt
 from rankzero import Launcher, RankZeroError, RetryableError, RunHandle, TorchDistributor
-from rankzero.compat.horovod import spark as horovod
 from rankzero.compat.ray_train import FailureConfig, RunConfig, TorchTrainer
 
 PAGE = ROOT / "docs" / "reliability.md"
@@ -76,11 +75,6 @@ def by_ray(launcher: Launcher, end: str, number: int) -> Any:
     return TorchTrainer(lambda: train(end, number), launcher=launcher, run_config=once).fit().return_value
 
 
-def by_horovod(launcher: Launcher, *args: Any) -> Any:
-    [value] = horovod.run_elastic(train, args, num_proc=1, reset_limit=1, launcher=launcher) or [None]
-    return value
-
-
 def by_torch_distributor(launcher: Launcher, *args: Any) -> Any:
     return TorchDistributor(1, local_mode=True, use_gpu=False).run(train, *args)
 
@@ -89,7 +83,6 @@ DOORS = {
     "`Launcher`": by_launcher,
     "`restart_on=SystemExit`": by_restart_on,
     "`TorchTrainer`": by_ray,
-    "`run_elastic`": by_horovod,
     "`TorchDistributor`": by_torch_distributor,
 }
 

@@ -17,7 +17,7 @@ from rankzero.driver import recorder as recorders
 from rankzero.driver.recorder import Recorder
 from rankzero.masking import Mask
 from rankzero.run.directory import Submission
-from rankzero.run.growing import Position, Stream
+from rankzero.run.growing import Stream
 from rankzero.run.names import EVENTS, LINES
 
 WAIT = 60.0
@@ -69,9 +69,8 @@ def run(tmp_path: Path) -> Submission:
 
 def read(run: Submission, name: str) -> list[str]:
     """Everything that can be read by the final status."""
-    stream, position, found = Stream([run.path(name)]), Position(), []
-    while lines := (answer := stream.read(position, stream.end(run.status().written[name])))[0]:
-        position = answer[1]
+    stream, found = Stream([run.directory], name, lambda read: read()), []
+    while lines := stream.read(stream.end(run.status())):
         found += lines
     return found
 

@@ -15,8 +15,8 @@ from tests.runs import submitted
 from rankzero import InvalidJobError, Launcher, RunHandle
 from rankzero.driver.recorder import Recorder
 from rankzero.masking import Mask
-from rankzero.report import card, cost
-from rankzero.report.summary import Summary
+from rankzero.report import card
+from rankzero.report.summary import Summary, usage
 from rankzero.run.status import RunStatus
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>"
@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunHandle[None]:
     """Two ranks, of which rank 1 has done a step less."""
     store = tmp_path_factory.mktemp("card")
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv(cost.PRICES_VARIABLE, "core=36000, currency=EUR")
+        environment.setenv("RANKZERO_PRICES", "core=36000, currency=EUR")
         Launcher(2, store=store, run_id="priced").run(train, 8)
     return RunHandle.attach(store / "priced")
 
@@ -88,8 +88,7 @@ def test_a_store_that_refuses_does_not_end_the_run_whose_card_is_drawn(
         return status(handle)
 
     monkeypatch.setattr(RunHandle, "status", refuse_once)
-    with card.showing() as show:
-        show(run)
+    with card.showing([run]):
         until(lambda: "the store is away" in caplog.text, 30, "the first look has failed")
     assert "succeeded" in drawn[-1]
 
@@ -101,7 +100,7 @@ def test_nothing_of_a_run_is_markup_in_its_card(run: RunHandle[None]) -> None:
     for shown in (run._repr_html_(), failed):
         assert shown is not None
         assert "alert(1)" in shown
-        assert set(re.findall(r"</?([a-z]+)", shown)) <= {"div", "b", "br", "span", "svg", "path", "text", "pre"}
+        assert set(re.findall(r"</?([a-z]+)", shown)) <= {"div", "b", "svg", "path", "text", "pre"}
         assert not re.search(r"<[^>]*\son\w+=", shown)
 
 
@@ -115,11 +114,8 @@ def test_what_a_run_used_is_counted_from_launch_to_end(run: RunHandle[None]) -> 
     returned = max(event["time"] for event in run.events() if event["type"] == "returned")
     assert began < status.started
     assert 2 * (returned - began) <= status.held_seconds <= 2 * (status.ended - job.created)
-    used = cost.usage(job, status, status.ended)
-    assert used is not None
-    assert used.cost == pytest.approx(10 * status.held_seconds)
-    assert str(used).endswith(" EUR")
-    assert "core-hours, about" in str(used)
+    price = 10 * status.held_seconds
+    assert usage(job, status, status.ended).endswith(f" core-hours, about {price:.3g} EUR")
 
 
 def test_a_clock_that_is_set_changes_no_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,21 +140,17 @@ def test_a_clock_that_is_set_changes_no_hours(tmp_path: Path, monkeypatch: pytes
 def test_a_run_that_lives_is_charged_until_now(run: RunHandle[None]) -> None:
     job = replace(run.job, use_gpu=True, prices={"gpu": 2.0})
     living = RunStatus(state="running", held_seconds=3600.0, held_since=1000.0, heartbeat=2800.0)
-    used = cost.usage(job, living, 4600.0)
-    assert used is not None
-    assert (used.hours, used.resource, used.cost) == (3.0, "gpu", 6.0)
+    assert usage(job, living, 4600.0) == "3 GPU-hours, about 6"
     # Its driver has died: nobody knows of more than the last heartbeat.
-    dead = cost.usage(job, replace(living, state="failed"), 99999.0)
-    assert dead is not None
-    assert dead.hours == 2.0
-    assert cost.usage(job, RunStatus(), 4600.0) is None
+    assert usage(job, replace(living, state="failed"), 99999.0) == "2 GPU-hours, about 4"
+    assert usage(job, RunStatus(), 4600.0) == ""
 
 
 @pytest.mark.parametrize("text", ["gpu", "gpu=cheap", "tpu=3", "gpu=-1", "currency="])
 def test_prices_that_say_something_else_are_refused_before_a_start(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(cost.PRICES_VARIABLE, text)
+    monkeypatch.setenv("RANKZERO_PRICES", text)
     with pytest.raises(InvalidJobError, match=re.escape(repr(text))):
         Launcher(1, store=tmp_path).run(print)
     assert list(tmp_path.iterdir()) == []
@@ -170,12 +162,3 @@ def test_of_the_ranks_of_a_living_run_the_slowest_and_the_fastest_are_named(run:
         summary.add({"type": "metric", "rank": rank, "time": 1.0, "metrics": {"step": 100 - rank % 7}})
     shown = card.render(run.job, "/runs/a", RunStatus(state="running"), summary, 0.0)
     assert "94 (rank 6) to 100 (rank 0) steps" in shown
-
-
-def test_a_long_error_keeps_its_first_lines_and_its_last(run: RunHandle[None]) -> None:
-    error = {"type": "WorkerFailedError", "message": "\n".join(f"line {number}." for number in range(500))}
-    status = RunStatus(state="failed", error=error)
-    shown = card.render(run.job, "/runs/a", status, Summary(), 0.0)
-    assert "line 0." in shown
-    assert "line 499." in shown
-    assert "line 250." not in shown

@@ -163,7 +163,7 @@ def test_progress_and_what_names_the_whole_work_are_no_results(tmp_path: Path) -
     Launcher(1, store=tmp_path, run_id="one").run(train)
     run = page.collect(RunHandle.attach(tmp_path / "one"))
     assert (run["progress"]["done"], run["progress"]["unit"], run["progress"]["total"]) == (1_234_569, "tokens", None)
-    assert "total_steps" not in {*run["last"], *(curve["name"] for curve in run["curves"]), *run["not_drawn"]}
+    assert "total_steps" not in {*run["last"], *(curve["name"] for curve in run["curves"])}
     (tokens,) = (curve for curve in run["curves"] if curve["name"] == "tokens")
     assert tokens["ranks"][0]["v"] == [1_234_567, 1_234_568, 1_234_569]
     assert not {"submission", "nonce", "earlier", "identity_parts"}.intersection(run["config"])
@@ -312,22 +312,16 @@ def test_only_the_last_lines_of_a_long_log_are_read(tmp_path: Path) -> None:
 Points = st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e6), st.floats(-1e9, 1e9)), min_size=1, max_size=500)
 
 
-# A busy machine is slow in making them up.
 @given(Points, st.integers(4, 50))
-def test_thinning_keeps_ends_and_extremes(points: list[summary.Point], limit: int) -> None:
-    thin = summary.thin(points, limit)
-    assert len(thin) <= max(limit, 4)
-    assert (thin[0], thin[-1]) == (points[0], points[-1])
-    assert set(thin) <= set(points)
-    for chosen in (min, max):
-        assert chosen(point[2] for point in thin) == chosen(point[2] for point in points)
-
-
-@given(Points, st.integers(4, 50))
-def test_thinning_keeps_the_order(points: list[summary.Point], limit: int) -> None:
+def test_thinning_keeps_ends_extremes_and_the_order(points: list[summary.Point], limit: int) -> None:
     numbered = [(float(index), 0.0, point[2]) for index, point in enumerate(points)]
     thin = summary.thin(numbered, limit)
+    assert len(thin) <= limit
+    assert (thin[0], thin[-1]) == (numbered[0], numbered[-1])
+    assert set(thin) <= set(numbered)
     assert thin == sorted(thin)
+    for chosen in (min, max):
+        assert chosen(point[2] for point in thin) == chosen(point[2] for point in numbered)
 
 
 @pytest.fixture(scope="module")
@@ -358,7 +352,6 @@ def test_the_list_of_a_store_has_its_newest_runs(store: Path, monkeypatch: pytes
     monkeypatch.setattr(serve, "MAX_RUNS", 1)
     text = serve.index(str(store))
     assert re.findall(r'href="runs/([^"]+)"', text) == ["failed"]
-    assert "1 older runs" in text
 
 
 def test_nothing_of_a_run_is_markup_in_the_list_of_its_store(store: Path, tmp_path: Path) -> None:
@@ -464,10 +457,6 @@ def test_serve_answers_nobody_without_the_token(served: str) -> None:
     top = served.removesuffix(f"{TOKEN}/")
     for path in ("", "runs/failed", "guessed/", f"{TOKEN}.json", TOKEN, f"?token={TOKEN}"):
         assert get(top + path)[0] == 403
-    request = urllib.request.Request(served, method="HEAD")
-    with urllib.request.urlopen(request) as reply:
-        assert (reply.status, reply.read()) == (200, b"")
-        assert int(reply.headers["Content-Length"]) > 1000
 
 
 def test_a_token_is_made_up_and_a_taken_port_is_named(store: Path) -> None:

@@ -13,7 +13,7 @@ import rankzero.pipeline
 from rankzero import Launcher, RunHandle, WorkerFailedError
 from rankzero.run import follower as followers
 from rankzero.run.directory import Submission
-from rankzero.run.follower import Follower, LineWritten, MetricsReported, RunEnded
+from rankzero.run.follower import Follower, LineWritten, MetricsReported
 from rankzero.run.status import RunStatus
 
 
@@ -35,12 +35,12 @@ def test_a_follower_yields_lines_metrics_and_the_end_once(tmp_path: Path) -> Non
     # On a slow machine the driver adds a line about tasks that have not started.
     assert sorted(line for line in lines if "rankzero: " not in line) == ["[0] hello", "[1] hello"]
     assert [event.values for event in events if isinstance(event, MetricsReported)] == [{"loss": 0.5}]
-    assert isinstance(events[-1], RunEnded)
-    assert events[-1].status.state == "succeeded"
     assert follower.ended
+    assert follower.status is not None
+    assert follower.status.state == "succeeded"
     assert handle.result() == "value"
-    # A later follower that attaches sees the same; this one has nothing new but the end.
-    assert [type(event) for event in follower.poll()] == [RunEnded]
+    # A later follower that attaches sees the same; this one has nothing new.
+    assert list(follower.poll()) == []
     again = [event.text for event in Follower(handle, attached=True).poll() if isinstance(event, LineWritten)]
     assert sorted(again) == sorted(lines)
 
@@ -54,12 +54,11 @@ def test_a_follower_shows_the_rank_that_failed_though_it_follows_another(tmp_pat
             raise ValueError
 
     handle = Launcher(2, store=str(tmp_path)).submit(fail_on_one)
-    events = list(Follower(handle, ranks=[0]).follow())
-    assert LineWritten("[1] no data") in events
-    assert isinstance(events[-1], RunEnded)
-    error = events[-1].status.error
-    assert error is not None
-    assert error["type"] == WorkerFailedError.__name__
+    follower = Follower(handle, ranks=[0])
+    assert LineWritten("[1] no data") in list(follower.follow())
+    assert follower.status is not None
+    assert follower.status.error is not None
+    assert follower.status.error["type"] == WorkerFailedError.__name__
 
 
 def test_every_name_of_the_interface_exists_and_is_documented() -> None:
@@ -105,21 +104,9 @@ def test_every_rank_is_shown_from_where_the_submission_began(run: Submission) ->
 def test_ranks_that_are_not_asked_for_are_silent_unless_they_fail(run: Submission) -> None:
     follower = follow(run, ranks=[1])
     assert lines(follower, run, status()) == ["[1] new 1"]
-    assert lines(follower, run, status(failed_rank=0)) == ["[0] new 0"]
+    assert lines(follower, run, status(failed_rank=0)) == ["[0] the last line"]
     # One that was shown is not shown twice.
     assert lines(follow(run, ranks=[0]), run, status(failed_rank=0)) == ["[0] new 0"]
-
-
-def test_a_follower_that_attaches_shows_again_only_what_is_little(
-    run: Submission, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert len(lines(follow(run, attached=True), run, status())) == 3
-    monkeypatch.setattr(followers, "REPLAY_BYTES", 5)
-    attached = follow(run, ranks=[1], attached=True)
-    assert lines(attached, run, status()) == []
-    # Of much, the tail that came with the failure.
-    assert lines(attached, run, status(failed_rank=2)) == ["[2] the last line"]
-    assert len(lines(follow(run), run, status())) == 3
 
 
 def test_a_follower_skips_what_it_is_too_far_behind(run: Submission, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +123,7 @@ def test_a_follower_skips_what_it_is_too_far_behind(run: Submission, monkeypatch
     write(4)
     assert lines(follower, run, status()) == [f"[1] line {number:03}" for number in range(4)]
     write(100)
-    left_out = f"(0.0 MiB of lines left out: rankzero logs {run.run.directory})"
+    left_out = f"(older lines were left out: rankzero logs {run.run.directory})"
     # The first line of the rest may be incomplete.
     assert lines(follower, run, status()) == [left_out, *(f"[1] line {number:03}" for number in range(96, 100))]
     # What is written while lines are shown is for the next look.
@@ -147,3 +134,5 @@ def test_a_follower_skips_what_it_is_too_far_behind(run: Submission, monkeypatch
     assert list(shown) == [LineWritten(f"[1] line {number:03}") for number in range(1, 4)]
     # At the end the result waits for the follower.
     assert lines(follower, run, status(failed_rank=1)) == [left_out, "[1] line 098", "[1] line 099"]
+    # So do those who attach wait for a follower that has shown what was before.
+    assert lines(follow(run, attached=True), run, status()) == [left_out, "[1] line 098", "[1] line 099"]

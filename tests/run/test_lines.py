@@ -12,9 +12,8 @@ from tests.runs import submitted
 from rankzero import RunHandle, store
 from rankzero.driver.recorder import Recorder
 from rankzero.masking import Mask
-from rankzero.pipeline import level_of
 from rankzero.run.directory import Submission
-from rankzero.run.growing import Position
+from rankzero.run.output import level_of
 
 HOUR = 3600.0
 BEGIN = 1_800_000_000.0
@@ -37,7 +36,7 @@ def test_lines_are_in_the_order_of_their_times(place: str, tmp_path: Path, monke
     own = submitted(f"{place}/{tmp_path.name}/run" if "://" in place else str(tmp_path / "run"), num_processes=2)
     handle = write(own, monkeypatch, LINES_OF_TWO)
     assert list(handle.logs()) == ["[1] one", "[0] two", "[1] 2026-01-02 three", "[0] four"]
-    found = list(handle.output.lines(Position()))
+    found = list(handle.lines())
     assert [(round((line.time or 0) - BEGIN, 3), line.rank, line.text) for line in found] == LINES_OF_TWO
     assert list(handle.logs(1)) == ["one", "2026-01-02 three"]
     file = own.path("lines", "00000000") if own.is_remote else own.path("lines")
@@ -49,9 +48,9 @@ def test_a_line_without_a_time_has_that_of_the_line_before(tmp_path: Path, monke
     handle = write(own, monkeypatch, LINES_OF_TWO[:1])
     with open(own.path("lines"), "a") as log:
         log.write("rankzero: 3 lines could not be written here\n")
-    found = list(handle.output.lines(Position(), ranks=[0]))
+    found = list(handle.lines(ranks=[0]))
     assert [(line.rank, line.text) for line in found] == [(None, "rankzero: 3 lines could not be written here")]
-    assert {line.time for line in handle.output.lines(Position())} == {BEGIN}
+    assert {line.time for line in handle.lines()} == {BEGIN}
 
 
 def test_the_note_about_lines_that_a_full_disk_refused_has_its_own_time(
@@ -67,7 +66,7 @@ def test_the_note_about_lines_that_a_full_disk_refused_has_its_own_time(
     monkeypatch.setattr(time, "time", lambda: BEGIN + HOUR)
     recorder.log(1, ["two"])
     recorder._thread.submit(int).result(60)
-    found = list(RunHandle.attach(own.run.directory).output.lines(Position()))
+    found = list(RunHandle.attach(own.run.directory).lines())
     note = "rankzero: 1 lines could not be written here"
     assert [(line.time, line.text) for line in found] == [(BEGIN + HOUR, note), (BEGIN + HOUR, "two")]
 
@@ -75,19 +74,7 @@ def test_the_note_about_lines_that_a_full_disk_refused_has_its_own_time(
 def test_a_line_that_only_begins_like_a_time_has_none(tmp_path: Path) -> None:
     own = submitted(str(tmp_path / "run"))
     Path(own.path("lines")).write_text("[0] 2026-13-45T99:99:99.999Z\tno time\n")
-    assert [line.time for line in RunHandle.attach(own.run.directory).output.lines(Position())] == [None]
-
-
-def test_a_position_advances_once_the_lines_were_yielded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = write(submitted(str(tmp_path / "run")), monkeypatch, LINES_OF_TWO)
-    monkeypatch.setattr("rankzero.run.growing.READ", 64)
-    reached: list[Position] = []
-    lines = handle.output.lines(Position(), reached=reached.append)
-    assert [next(lines).text, next(lines).text] == ["one", "two"]
-    lines.close()
-    # The second line was read with nothing behind it, and may be yielded again.
-    rest = [line.text for line in handle.output.lines(reached[-1])]
-    assert rest == ["two", "2026-01-02 three", "four"]
+    assert [line.time for line in RunHandle.attach(own.run.directory).lines()] == [None]
 
 
 @pytest.mark.parametrize(

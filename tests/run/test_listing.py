@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
-import pytest
 from tests.runs import submitted
 from tests.s3 import S3Server
 
 from rankzero import store
-from rankzero.job import Job
 from rankzero.run.listing import list_runs
 from rankzero.run.status import RunStatus
 
@@ -44,34 +41,6 @@ def test_a_run_costs_three_requests_and_two_when_its_job_is_known(bucket: str, s
     store.remove(f"{bucket}/runs/run-0")
     submit(bucket, 0, 1, "starting")
     assert next(list_runs(f"{bucket}/runs")).status.state == "starting"
-
-
-def test_a_request_that_fails_once_is_no_damaged_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bucket = f"memory://listing/{tmp_path.name}"
-    submit(bucket, 0, 0, "running")
-    read_bytes, failed = store.read_bytes, set[str]()
-
-    def fails_once(path: str) -> bytes:
-        if path in failed:
-            return read_bytes(path)
-        failed.add(path)
-        raise OSError("503 Slow Down")
-
-    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.001")
-    monkeypatch.setattr(store, "read_bytes", fails_once)
-    assert [one.status.state for one in list_runs(f"{bucket}/runs")] == ["running"]
-
-
-def test_a_listing_of_more_runs_than_are_kept_keeps_the_first_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bucket, jobs = f"memory://listing/{tmp_path.name}", dict[str, Job]()
-    for number in range(3):
-        submit(bucket, number, 0, "succeeded")
-    monkeypatch.setattr("rankzero.run.listing.JOBS", 2)
-    monkeypatch.setattr("rankzero.run.listing._jobs", jobs)
-    assert len(list(list_runs(f"{bucket}/runs"))) == 3
-    assert len(jobs) == 2
 
 
 def test_directories_of_other_programs_are_no_runs(bucket: str) -> None:

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from rankzero.run.checkpoints import Manifest
-from rankzero.train.parts import ListedParts
 
 RANKS = 1024
 
@@ -24,20 +23,3 @@ def test_a_task_is_sent_the_parts_of_its_ranks_and_rank_0s(sharded: bool, told: 
     assert message["formats"] == ["torch"]
     # All of them, for each of 1,024 tasks, were half a gigabyte.
     assert RANKS * len(json.dumps(message)) < 1 << 20
-
-
-def test_other_parts_are_read_when_they_are_asked_for() -> None:
-    reads: list[int] = []
-
-    def read() -> dict[str, dict[str, str]]:
-        reads.append(1)
-        return {"0": {"file": "a"}, "1": {"file": "b"}}
-
-    parts = ListedParts({"0": {"file": "a"}}, ["torch"], read)
-    assert parts["0"] == {"file": "a"}
-    assert "0" in parts
-    assert reads == []
-    assert parts["1"] == {"file": "b"}
-    assert "2" not in parts
-    assert list(parts) == ["0", "1"]
-    assert reads == [1]

@@ -7,6 +7,7 @@ import pytest
 from rankzero import store
 from rankzero.run import growing
 from rankzero.run.growing import Appender, PieceWriter, Position, Stream
+from rankzero.run.status import RunStatus
 
 WAIT = 30.0
 
@@ -16,14 +17,16 @@ def location(tmp_path: Path) -> str:
     return f"memory://{tmp_path.name}/lines"
 
 
+def stream_of(*locations: str) -> Stream:
+    places, names = zip(*(location.rsplit("/", 1) for location in locations), strict=True)
+    return Stream(places, names[0], lambda read: read())
+
+
 def read_all(location: str, position: Position, end: list[int] | None) -> tuple[list[str], Position]:
-    found: list[str] = []
-    stream = Stream([location])
-    while True:
-        lines, position = stream.read(position, None if end is None else stream.end(end))
-        found += lines
-        if not lines:
-            return found, position
+    stream = stream_of(location)
+    stream.position = position
+    status = None if end is None else RunStatus("running", written={"lines": end})
+    return list(stream.new(status)), stream.position
 
 
 def test_a_piece_is_written_again_until_it_is_large(location: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,37 +120,34 @@ def test_more_than_can_wait_is_refused(location: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("start", "most", "begin", "before"),
+    ("start", "most", "begin"),
     [
-        (Position(0, 0, 2), 8, Position(0, 0, 2), 0),
-        (Position(0, 0, 2), 7, Position(0, 0, 3), 1),
-        (Position(0, 0, 2), 4, Position(0, 2, 1), 4),
-        (Position(0, 0, 2), 1, Position(0, 2, 4), 7),
-        (Position(0, 2, 1), 3, Position(0, 2, 2), 1),
+        (Position(0, 0, 2), 8, None),
+        (Position(0, 1, 0), 8, None),
+        (Position(0, 0, 2), 6, Position(0, 1, 0)),
+        (Position(0, 0, 2), 5, Position(0, 2, 0)),
+        (Position(0, 0, 2), 1, Position(0, 2, 4)),
+        (Position(0, 2, 1), 3, Position(0, 2, 2)),
     ],
 )
 def test_the_last_bytes_of_a_stream_begin_in_whatever_piece(
-    start: Position, most: int, begin: Position, before: int, tmp_path: Path
+    start: Position, most: int, begin: Position | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    location = f"memory://{tmp_path.name}/stream"
-    # An empty piece is left where another driver may still write.
-    for number, data in enumerate([b"12345", b"", b"12345"]):
-        store.write_bytes(f"{location}/{number:08d}", data)
-    assert Stream([location]).begin_of_last(start, Position(0, 2, 5), most) == (begin, before)
+    monkeypatch.setattr(growing, "PIECE", 2)
+    stream = stream_of(f"memory://{tmp_path.name}/stream")
+    stream.position = start
+    assert stream.skip(Position(0, 2, 5), most) is (begin is not None)
+    assert stream.position == (begin or start)
 
 
 @pytest.mark.parametrize("place", ["disk", "memory://chain"])
 def test_a_stream_goes_through_all_submissions(place: str, tmp_path: Path) -> None:
     root = f"{place}/{tmp_path.name}" if "://" in place else str(tmp_path)
-    locations = [f"{root}/{name}" for name in "abc"]
+    locations = [f"{root}/{name}/lines" for name in "abc"]
     for location in (locations[0], locations[2]):
+        store.make_directory(location.rpartition("/")[0])
         writer = PieceWriter(location) if "://" in place else Appender(location)
-        writer.append([f"of {location[-1]}"])
+        writer.append([f"of {location.split('/')[-2]}"])
         if isinstance(writer, PieceWriter):
             writer.flush()
-    stream, position, found = Stream(locations), Position(), []
-    for _ in range(4):
-        lines, position = stream.read(position)
-        found += lines
-    assert found == ["of a", "of c"]
-    assert stream.read(stream.start)[0] == ["of c"]
+    assert list(stream_of(*locations).new()) == ["of a", "of c"]

@@ -19,7 +19,6 @@ from tests.conftest import until
 from tests.identities import identity_by
 
 from rankzero import InvalidJobError, Launcher, RunCancelledError, RunHandle
-from rankzero.host.processes import describe_process
 
 LOG = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ class Try:
     """One try of a step, of a chain that an orchestrator starts by itself."""
 
     generation: str
-    retrier: Mapping[str, Any] | None = None
+    retrier: int | None = None
     is_followed_by_another = True
     lease_when_attached = None
 
@@ -87,7 +86,7 @@ def leave(
     script: Path,
     args: tuple[Any, ...],
     generation: str,
-    retrier: Mapping[str, Any] | None = None,
+    retrier: int | None = None,
 ) -> RunHandle[Any]:
     with (
         pytest.raises(Interrupted),
@@ -102,7 +101,7 @@ def test_a_run_to_which_no_try_can_come_back_is_not_left_to_its_lease(
 ) -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as retrier:
         arguments = (str(tmp_path / "end"),)
-        left = leave(durable.options(orphan_timeout=8.0), script, arguments, "scheduled", describe_process(retrier.pid))
+        left = leave(durable.options(orphan_timeout=8.0), script, arguments, "scheduled", retrier.pid)
         retrier.kill()
     until(lambda: left.own.status().final, 60, "the end of the run")
     with pytest.raises(RunCancelledError, match=r"would have retried the step has exited, .* for 6.0 s"):
@@ -255,7 +254,7 @@ def test_the_identity_is_that_of_the_code_that_is_sent(
     monkeypatch.setattr(pq, "ParquetFile", read_for_long)
     handle = launcher.submit(script, str(go))
     assert handle.result(60) == 1
-    assert handle.identity == sent.digest
+    assert handle.job.identity == sent.digest
     monkeypatch.undo()
     assert identity_by(launcher, script, (str(go),), {}) != sent
 

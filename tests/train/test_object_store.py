@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,26 +50,31 @@ url = sys.argv[1]
 begun = threading.Event()
 
 def write(name, data):
-    with remote.ArrowClient.of(url).open_write(f"{url}/{name}") as file:
+    with remote.Client.of(url).open_write(f"{url}/{name}") as file:
         file.write(data)
 
-def produce(file):
-    for number in range(4):
-        file.write(bytes(8 << 20))
-        if number == 1:
+class Slow:
+    at = 0
+
+    def seek(self, at):
+        self.at = at
+
+    def read(self, count):
+        if self.at == 2:
             # The first 10 MiB are being sent.
             begun.set()
-    return {}
+        self.at += 1
+        return bytes(8 << 20) if self.at <= 4 else b""
 
 write("slow/driver", b"token")
 start = SimpleNamespace(shared=False, run_directory=f"{url}/slow", run_token="token", scratch="", checkpoint=None)
-thread = threading.Thread(target=Parts(start, str).write, args=("0", "rank-0", produce), daemon=True)
+thread = threading.Thread(target=Parts(start, str).write, args=("0", "rank-0", Slow()), daemon=True)
 thread.start()
 begun.wait(20)
 status = in_child(lambda: write("child", b"child"))
 thread.join()
 names = "child", "slow/checkpoints/0/rank-0"
-print(status, *[remote.ArrowClient.of(url).open_read(f"{url}/{name}").size() for name in names])
+print(status, *[remote.Client.of(url).open_read(f"{url}/{name}").size() for name in names])
 """
     assert script(text, bucket) == f"0 5 {32 << 20}\n"
 
@@ -86,7 +92,7 @@ def rows():
     import slow
     yield 1
 
-items = ahead(rows, 1)
+items = ahead(rows(), 1)
 next(items)
 begun.event.wait(20)
 items.close()
@@ -110,7 +116,7 @@ def hold():
 
 def refused():
     try:
-        remote.ArrowClient.of("s3://bucket/run")
+        remote.Client.of("s3://bucket/run")
     except RuntimeError as error:
         print(str(error).partition(" was forked ")[2], flush=True)
 
@@ -131,16 +137,20 @@ print(in_child(forks.check))
 def evaluate() -> int:
     """Reports a checkpoint and, while it is uploaded, reads rows in the worker processes of a loader."""
     import torch
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, IterableDataset
 
     import rankzero.train as rt
+
+    shard = rt.get_dataset_shard()
+
+    class Rows(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return shard.iter_batches(10, device="cpu", prefetch=0)
 
     seen = 0
     for epoch in range(2):
         rt.report({"epoch": epoch}, checkpoint={"weights": torch.zeros(4_000_000)})
-        shard = rt.get_dataset_shard()
-        for batch in rt.prepare_data_loader(DataLoader(shard.to_torch(10), batch_size=None, num_workers=2)):
-            seen += len(batch["x"])
+        seen += sum(len(batch["x"]) for batch in DataLoader(Rows(), batch_size=None, num_workers=1))
     return seen
 
 
@@ -153,7 +163,7 @@ def test_workers_of_a_loader_read_rows_while_a_checkpoint_is_uploaded(
     from pyarrow import fs
 
     data = str(tmp_path / "rows") if is_local else f"{bucket}/rows"
-    filesystem, path = (fs.LocalFileSystem(), data) if is_local else (remote.ArrowClient.of(data).filesystem, data[5:])
+    filesystem, path = (fs.LocalFileSystem(), data) if is_local else (remote.Client.of(data).filesystem, data[5:])
     filesystem.create_dir(path)
     for number in range(2):
         rows = pa.table({"x": list(range(100))})
@@ -165,7 +175,7 @@ def test_workers_of_a_loader_read_rows_while_a_checkpoint_is_uploaded(
 
 @pytest.mark.parametrize("size", [10, 24 << 20])
 def test_a_part_that_a_removed_directory_refuses_does_not_appear(bucket: str, size: int) -> None:
-    client = remote.ArrowClient.of(bucket)
+    client = remote.Client.of(bucket)
 
     def upload() -> None:
         with remote.Upload(client, f"{bucket}/rank-0") as file:

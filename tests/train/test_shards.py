@@ -67,23 +67,13 @@ def test_of_a_view_only_what_it_shows_is_written() -> None:
     assert read(written)["same"].tolist() == [2, 3, 4, 5]
 
 
-class Unreadable:
-    def __reduce__(self) -> Any:
-        return int, ("no number",)
-
-
-def test_what_cannot_be_read_again_is_refused() -> None:
-    with pytest.raises(ResultError, match="not be read back: ValueError: .*'no number'"):
-        write({"w": Unreadable()})
-
-
 def test_what_cannot_be_loaded_elsewhere_is_a_result_error(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("only_there")
     module.Thing = type("Thing", (), {"__module__": "only_there"})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "only_there", module)
     written = write({"thing": module.Thing()})
     monkeypatch.delitem(sys.modules, "only_there")
-    with pytest.raises(ResultError, match="what rank 0 wrote is whole, but cannot be loaded here: ModuleNotFoundError"):
+    with pytest.raises(ResultError, match="what rank 0 wrote .* cannot be loaded here: ModuleNotFoundError"):
         read(written)
 
 
@@ -93,9 +83,9 @@ def test_tensors_that_a_checkpoint_lacks_are_named_and_nothing_is_filled() -> No
         assert checkpoint
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
         before = model[0].weight.clone()
-        with pytest.raises(ResultError, match=r"lacks 2 of the 4 tensors.*: 'model\.1\.weight', 'model\.1\.bias'"):
+        with pytest.raises(ResultError, match=r"Missing key .*: model\.1\.weight\. Give"):
             checkpoint.load(into={"model": model.state_dict()})
-        with pytest.raises(ResultError, match="lacks 1 of the 1 tensors.*: 'ema'"):
+        with pytest.raises(ResultError, match="Missing key .*: ema"):
             checkpoint.load(into={"ema": torch.zeros(2)})
         assert torch.equal(model[0].weight, before)
         # What the checkpoint has beside them is no error, and neither are values that are not filled.

@@ -1,13 +1,10 @@
 """The `rankzero` command starts runs, shows them, ends them, and removes old ones, each by a call of the library.
 
-Each module holds the commands for one purpose: `run` starts runs, `show`, `explain` and `doctor` inspect them. Shell
-completion is click's: ``eval "$(_RANKZERO_COMPLETE=bash_source rankzero)"``.
+Shell completion is click's: ``eval "$(_RANKZERO_COMPLETE=bash_source rankzero)"``.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Any
 
 import click
@@ -15,9 +12,8 @@ import click
 from rankzero import __version__
 from rankzero.cli import words
 from rankzero.cli.doctor import doctor
-from rankzero.cli.explain import explain
 from rankzero.cli.run import run
-from rankzero.cli.show import logs, report, runs, serve, status
+from rankzero.cli.show import explain, logs, report, runs, serve, status
 from rankzero.run.handle import RunHandle
 from rankzero.run.listing import find_run
 
@@ -68,7 +64,7 @@ def cancel(run: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("store", required=False, shell_complete=words.directories)
+@click.argument("store", required=False, type=click.Path())
 @click.option("--older-than", required=True, callback=words.seconds, metavar="TIME", help="Minimum age: 30d, 12h.")
 @click.option("--dry-run", is_flag=True, help="Remove nothing, show what would be removed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the removed directories as one JSON object.")
@@ -88,9 +84,7 @@ def gc(ctx: click.Context, store: str | None, older_than: float, dry_run: bool, 
     else:
         for removed in [*collection.removed, *collection.replaced]:
             since = words.moment(removed.since)
-            # A relative name fits into a line of a terminal.
-            name = os.path.relpath(removed.directory, root) if sys.stdout.isatty() else removed.directory
-            click.echo(f"{since}  {removed.state:<9}  {words.size(removed.size):>9}  {name}")
+            click.echo(f"{since}  {removed.state:<9}  {words.size(removed.size):>9}  {removed.directory}")
         done = "would remove" if dry_run else "removed"
         click.echo(
             f"{done} {len(collection.removed)} of {len(collection.removed) + collection.kept} run directories, "

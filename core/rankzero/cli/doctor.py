@@ -21,9 +21,7 @@ _MARKS = {"ok": ("+", "green"), "warning": ("!", "yellow"), "problem": ("x", "re
 
 
 @click.command()
-@click.option(
-    "--engine", "--master", "engine", default="local", show_default=True, help="Engine, as in `rankzero run`."
-)
+@click.option("--engine", "--master", "engine", default="local", show_default=True, help="As in `rankzero run`.")
 @click.option("--conn-id", metavar="ID", help="An Airflow connection as the engine: rankzero, spark or spark_connect.")
 @click.option("--conf", multiple=True, callback=words.pairs, metavar="NAME=VALUE", help="Spark configuration.")
 @click.option("-n", "--num-processes", type=click.IntRange(min=1), default=2, show_default=True, help="Ranks.")

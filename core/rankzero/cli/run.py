@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from rankzero import bounds
 from rankzero.cli import words
 from rankzero.errors import (
     EngineError,
@@ -35,24 +32,21 @@ EXIT_CODES = {InvalidJobError: 2, EngineError: 3, RunTimeoutError: 4, HangError:
 
 INTERRUPTED = 130
 
-# torchrun's options for rendezvous, logs and monitors, which rankzero has its own way for.
+# torchrun's options for rendezvous, logs and monitors, which rankzero has its own way for. The last three are flags.
 _IGNORED = (
     "--rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --monitor-interval --start-method --event-log-handler --role "
-    "--log-dir --redirects --tee --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters "
-    "--master-addr --master-port --local-addr --logs-specs --numa-binding --signals-to-handle "
-    "--shutdown-timeout"
+    "--log-dir --redirects/-r --tee/-t --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters "
+    "--master-addr --master-port --local-addr --logs-specs --numa-binding --signals-to-handle --shutdown-timeout "
+    "--standalone --run-path --virtual-local-rank"
 )
-_IGNORED_FLAGS = "--standalone --run-path --virtual-local-rank"
-_SHORT = {"--redirects": "-r", "--tee": "-t"}
 
 
 def _ignored(command: Any) -> Any:
     """Adds torchrun's options without a meaning in rankzero, as hidden options that are ignored."""
-    for names, is_flag in ((_IGNORED, False), (_IGNORED_FLAGS, True)):
-        for name in names.split():
-            spellings = [name, _SHORT[name]] if name in _SHORT else [name]
-            option = click.option(*spellings, is_flag=is_flag, hidden=True, expose_value=False, callback=_note_ignored)
-            command = option(command)
+    names = _IGNORED.split()
+    for name in names:
+        hidden: dict[str, Any] = {"hidden": True, "expose_value": False, "callback": _note_ignored}
+        command = click.option(*name.split("/"), is_flag=name in names[-3:], **hidden)(command)
     return command
 
 
@@ -95,33 +89,23 @@ def _note_ignored(ctx: click.Context, param: click.Parameter, value: Any) -> Non
 @_launcher_options
 @click.option("--nproc-per-node", metavar="N", help="torchrun's: ranks of each node; 'auto', 'gpu' and 'cpu' too.")
 @click.option("--nnodes", metavar="N", help="torchrun's: nodes, or MIN:MAX.")
-@click.option(
-    "--engine", default="local", show_default=True, help="local, a Spark master (spark://..., yarn), sc://..."
-)
-@click.option(
-    "--deploy-mode",
-    type=click.Choice(["client", "cluster"]),
-    default="client",
-    show_default=True,
-    help="Where the driver of the run is: here, or on the Spark cluster.",
-)
+@click.option("--engine", default="local", show_default=True, help="local, a Spark master (spark://..., yarn), sc://")
+@click.option("--deploy-mode", type=click.Choice(["client", "cluster"]), default="client", help="As spark-submit's.")
 @click.option("--conf", multiple=True, callback=words.pairs, metavar="NAME=VALUE", help="Spark configuration.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as for python -m.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is a program.")
 @click.option("--detach", "-d", is_flag=True, help="Start it, print its directory and return.")
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print the run's final state as one JSON object, on the last line."
-)
+@click.option("--json", "as_json", is_flag=True, help="Print the run's final state as JSON, on the last line.")
 @click.option("--node-rank", type=int, default=0, hidden=True)
 @_ignored
-@click.argument("script", shell_complete=words.files)
+@click.argument("script", type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def run(ctx: click.Context, /, script: str, arguments: tuple[str, ...], **options: Any) -> None:
     """Train SCRIPT on several ranks. All arguments after SCRIPT are passed to it.
 
     SCRIPT is a file, "module:function", "file.py:function", or with -m a module. The ranks' lines go to standard
-    output, each with its rank; their progress is shown at the bottom of the terminal.
+    output, each with its rank.
 
     Exit codes: 0 success; 1 the training failed; 2 refused before anything started; 3 no slots, no cluster;
     4 the training took too long or hung; 130 cancelled.
@@ -146,6 +130,8 @@ def _cancelled_by_signals() -> Iterator[None]:
 
 
 def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool, **options: Any) -> int:
+    from rankzero.run.printing import print_line
+
     handle: RunHandle[Any] | None = None
     try:
         train = _train(script, module=options.pop("module"), no_python=options.pop("no_python"))
@@ -162,9 +148,9 @@ def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool
             else:
                 click.echo(handle.directory)
             return 0
-        with launcher.owned(train, arguments, {}) as handle, _progress_of(handle) as show:
-            for line in handle.output.lines(handle.output.start(), follow=True):
-                show(line.prefixed)
+        with launcher.owned(train, arguments, {}) as handle:
+            for line in handle.lines(follow=True, earlier=False):
+                print_line(line.prefixed, handle.id)
         handle.result_ref()
         launcher._acknowledge(handle)
     except RankZeroError as error:
@@ -181,65 +167,6 @@ def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool
     if not as_json:
         click.echo(f"succeeded: {handle.directory}", err=True)
     return 0
-
-
-@contextlib.contextmanager
-def _progress_of(handle: RunHandle[Any]) -> Iterator[Callable[[str], None]]:
-    """Shows the progress of a run on the last line of a terminal. Yields a function that prints a rank's line above.
-
-    A dumb terminal, which cannot redraw a line, gets a line every few seconds.
-    """
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    from rankzero.report.card import duration
-    from rankzero.report.summary import Summary
-    from rankzero.run.printing import print_line
-
-    console = Console(stderr=True, highlight=False)
-    show = functools.partial(print_line, run_id=handle.id)
-    if not console.is_terminal:
-        yield show
-        return
-    ended, shown = threading.Event(), "pending"
-    pause = bounds.PROGRESS_LINE_INTERVAL() if console.is_dumb_terminal else bounds.POLL_INTERVAL_LONG
-
-    def line() -> Text:
-        return Text(shown, style="cyan", no_wrap=True, overflow="ellipsis")
-
-    def poll() -> None:
-        nonlocal shown
-        summary: Summary | None = None
-        while not ended.wait(max(pause, handle.pace)):
-            # An error while progress is read must not stop the training.
-            with contextlib.suppress(Exception):
-                status = handle.status()
-                summary = summary or Summary()
-                summary.read(handle, status)
-                left = summary.seconds_left
-                facts = [status.shown, *([f"attempt {status.attempt}"] if status.attempt else [])]
-                if (slowest := summary.slowest) is not None:
-                    of = "" if summary.total is None else f"/{summary.total:g}"
-                    facts.append(f"{slowest.done:g}{of} {summary.unit}")
-                facts += [] if left is None else [f"{duration(round(left))} left"]
-                numbers = [(name, value) for name, value in summary.last.items() if type(value) in (int, float)]
-                shown = "  ".join([*facts, *(f"{name} {value:.4g}" for name, value in numbers[:5])])
-                if console.is_dumb_terminal:
-                    console.print(line())
-
-    # A store that does not answer holds up neither the lines of the ranks nor the end.
-    threading.Thread(target=poll, name="rankzero-progress", daemon=True).start()
-    try:
-        if console.is_dumb_terminal:
-            yield show
-            return
-        with Live(get_renderable=line, console=console, transient=True, redirect_stdout=False, redirect_stderr=False):
-            # Lines to a file or a pipe are printed unchanged.
-            above = sys.stdout.isatty()
-            yield lambda text: console.print(Text.from_ansi(text), soft_wrap=True) if above else show(text)
-    finally:
-        ended.set()
 
 
 def _train(script: str, *, module: bool, no_python: bool) -> str | list[str]:
@@ -267,7 +194,15 @@ def _launcher(
 ) -> Any:
     from rankzero.launcher import Launcher
 
-    _refuse_nodes(nnodes, node_rank, engine)
+    nodes = WORLD.read("--nnodes", nnodes or "1")
+    most = nodes[1] if isinstance(nodes, tuple) else nodes
+    if node_rank or (engine == "local" and most not in (1, "auto")):
+        # Each start of the command would be a separate training with all ranks.
+        raise InvalidJobError(
+            f"this line is for several nodes (nodes: {nnodes or 1}, this one: {node_rank}): rankzero is started "
+            "once for all of them, with --engine spark://... (or another cluster) and without a node's rank; for this "
+            "machine alone give the number of ranks without nodes"
+        )
     given = {name: value for name, value in options.items() if value not in (None, ())}
     return Launcher(
         _world(num_processes, nproc_per_node, nnodes, use_gpu=options["use_gpu"]),
@@ -276,28 +211,12 @@ def _launcher(
     )
 
 
-def _refuse_nodes(nnodes: str | None, node_rank: int, engine: str) -> None:
-    """Raises InvalidJobError for a command that is meant to be started on each of several nodes.
-
-    Each start would be a separate training with all ranks.
-    """
-    nodes = WORLD.read("--nnodes", nnodes or "1")
-    most = nodes[1] if isinstance(nodes, tuple) else nodes
-    if node_rank or (engine == "local" and most not in (1, "auto")):
-        raise InvalidJobError(
-            f"this line is for several nodes (nodes: {nnodes or 1}, this one: {node_rank}): rankzero is started "
-            "once for all of them, with --engine spark://... (or another cluster) and without a node's rank; for this "
-            "machine alone give the number of ranks without nodes"
-        )
-
-
 def engine_of(name: str, conf: dict[str, str], deploy_mode: str = "client") -> Any:
     """Returns the engine that ``--engine`` and ``--deploy-mode`` name. Raises InvalidJobError."""
     from rankzero import LocalEngine, SparkConnectEngine, SparkEngine, SparkSubmitEngine
 
     if deploy_mode != "client":
         return SparkSubmitEngine(master=name, conf=conf)
-
     if name == "local":
         if conf:
             raise InvalidJobError("--conf is Spark's: name a Spark master with --engine, such as local[2]")

@@ -1,9 +1,9 @@
-"""``rankzero runs``, ``status``, ``logs``, ``report``, ``serve``: show runs in a terminal, in a browser, or as JSON."""
+"""Commands that show runs in a terminal, in a browser, or as JSON: runs, status, logs, explain, report, serve."""
 
 from __future__ import annotations
 
 import collections
-import math
+import contextlib
 import os
 import re
 import sys
@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rankzero import store
 from rankzero.cli import words
-from rankzero.report import cost
+from rankzero.job import Job
+from rankzero.options import TABLE
 from rankzero.report import serve as served
 from rankzero.report.card import duration
-from rankzero.run.directory import RunDirectory, Submission
-from rankzero.run.growing import Position
+from rankzero.report.summary import usage
+from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.listing import UNKNOWN, Listed, find_run, list_runs
-from rankzero.run.names import DRIVER_LOG, REPORT_FILE
 from rankzero.run.output import Line
 from rankzero.run.status import STATES
 
@@ -37,53 +36,35 @@ COLORS = {"succeeded": "green", "failed": "red", "cancelled": "yellow", "running
 _HEADS = ("run", "state", "ranks", "submitted", "took", "used", "metrics")
 _METRICS = 4
 _LINES_OF_RUN = 2
-_LINES_AROUND = 3
-"""Lines of the header, the note about runs that are not shown, and the prompt."""
+_LINES_AROUND = 3  # The header, the note about runs that are not shown, and the prompt
 
 
 @click.command()
 @click.argument("run", shell_complete=words.runs)
 @click.option("-o", "--output", help="The file of the page, by default report.html; - for standard output.")
-@click.option(
-    "--link",
-    callback=words.seconds,
-    metavar="TIME",
-    help="Write nothing: print a link to the report on the object store that works for 24h, 7d, without credentials.",
-)
 @click.option("--json", "as_json", is_flag=True, help="The facts that the page shows, as JSON, instead of the page.")
-def report(run: str, output: str | None, link: float | None, as_json: bool) -> None:
+def report(run: str, output: str | None, as_json: bool) -> None:
     """Write the report of a run: one HTML file that needs no network.
 
     The directory of a run that has ended already contains its report, report.html.
     """
     from rankzero.report import page
 
-    if output not in (None, "-") and (as_json or link is not None):
-        raise click.UsageError("-o is for the page: leave it out with --json and --link")
     handle = RunHandle.attach(find_run(run), follows=False)
-    if link is not None:
-        address = store.presign(store.join(handle.directory, REPORT_FILE), link)
-        if as_json:
-            words.print_json({"directory": handle.directory, "link": address})
-        else:
-            click.echo(address)
-    elif as_json:
+    if as_json:
         words.print_json(page.collect(handle))
-    elif output == "-":
-        click.echo(page.draw(handle), nl=False)
-    else:
-        text, output = page.draw(handle), output or "report.html"
-        with open(output, "w", encoding="utf-8", errors="replace") as file:
-            file.write(text)
+        return
+    text, output = page.draw(handle), output or "report.html"
+    with click.open_file(output, "w", encoding="utf-8", errors="replace") as file:
+        file.write(text)
+    if output != "-":
         click.echo(output)
 
 
 @click.command()
-@click.argument("store", required=False, shell_complete=words.directories)
+@click.argument("store", required=False, type=click.Path())
 @click.option("--port", type=click.IntRange(0, 65535), default=8787, show_default=True, help="0 for any free one.")
-@click.option(
-    "--host", default=served.HOST, show_default=True, help="Address to listen on, such as 0.0.0.0 in a container."
-)
+@click.option("--host", default=served.HOST, show_default=True, help="Address to listen on: 0.0.0.0 in a container.")
 def serve(store: str | None, port: int, host: str) -> None:
     """Show the runs of a STORE in a browser of this machine, until interrupted. Read only.
 
@@ -107,9 +88,7 @@ def status(run: str, as_json: bool) -> None:
     job = handle.job
     found = handle.status()
     if as_json:
-        used = _used(Listed(handle.directory, job, found))
-        own = {"id": handle.id, "directory": handle.directory}
-        words.print_json({**own, **asdict(found), "used": used})
+        words.print_json(_as_json(Listed(handle.directory, job, found)))
         return
     facts = {
         "run": handle.id,
@@ -121,7 +100,7 @@ def status(run: str, as_json: bool) -> None:
         "engine": None if found.final else found.engine_url,
         "started": words.moment(found.started),
         "ended": words.moment(found.ended),
-        "used": str(cost.usage(job, found, time.time()) or ""),
+        "used": usage(job, found, time.time()),
         "checkpoint": found.checkpoint,
         "metrics": ", ".join(f"{name}={value}" for name, value in found.metrics.items()),
     }
@@ -139,10 +118,8 @@ def status(run: str, as_json: bool) -> None:
 @click.option("--rank", multiple=True, type=click.IntRange(min=0), help="Only this rank; may be given several times.")
 @click.option("--tail", "-n", type=click.IntRange(min=0), metavar="N", help="Only the last N lines.")
 @click.option("--since", callback=words.seconds, metavar="TIME", help="Only lines of the last 10m, 2h.")
-@click.option("--attempt", type=click.IntRange(min=0), metavar="N", help="Only lines of this attempt, from 0.")
 @click.option("--grep", callback=words.pattern, metavar="PATTERN", help="Only lines that match a regular expression.")
 @click.option("--timestamps", "-t", is_flag=True, help="Begin each line with its time.")
-@click.option("--driver", is_flag=True, help="The output of the run's driver and its JVM instead, driver.log.")
 @click.option("--follow", "-f", is_flag=True, help="Continue until the run ends.")
 @click.option("--json", "as_json", is_flag=True, help="A JSON object for each line.")
 def logs(
@@ -150,10 +127,8 @@ def logs(
     rank: tuple[int, ...],
     tail: int | None,
     since: float | None,
-    attempt: int | None,
     grep: re.Pattern[str] | None,
     timestamps: bool,
-    driver: bool,
     follow: bool,
     as_json: bool,
 ) -> None:
@@ -164,27 +139,15 @@ def logs(
     # A follower keeps the run alive; a reader of its lines so far does not.
     handle = RunHandle.attach(find_run(run), follows=follow)
     world_size = handle.job.num_processes
-    if driver and (rank or since is not None or attempt is not None or timestamps):
-        raise click.UsageError(
-            "--rank, --since, --attempt and --timestamps are for lines of ranks; those of --driver contain their times"
-        )
-    if follow and (driver or attempt is not None):
-        raise click.UsageError("--driver and --attempt show what has been written so far: leave out --follow")
     if wrong := [one for one in rank if one >= world_size]:
         raise click.BadParameter(f"{wrong[0]} is no rank of this run, which has {world_size}", param_hint="--rank")
-    begin = -math.inf if since is None else time.time() - since
-    end = math.inf
-    if attempt is not None:
-        began, end = _times_of(handle, attempt)
-        begin = max(begin, began)
+    begin = None if since is None else time.time() - since
 
     def lines(follow: bool) -> Iterator[Line]:
-        found = _driver_log(handle) if driver else handle.output.lines(Position(), follow, ranks=rank or None)
-        return (
-            line
-            for line in found
-            if (since is attempt is None or line.time is None or begin <= line.time < end) and _matches(line, grep)
-        )
+        for line in handle.lines(rank or None, follow):
+            is_late = begin is None or line.time is None or line.time >= begin
+            if is_late and (grep is None or grep.search(line.prefixed)):
+                yield line
 
     def show(line: Line) -> None:
         if as_json:
@@ -201,54 +164,16 @@ def logs(
             show(line)
 
 
-def _times_of(handle: RunHandle[Any], attempt: int) -> tuple[float, float]:
-    """Returns the Unix times between which the driver received the lines of an attempt."""
-    begins: dict[int, float] = {}
-    for event in handle.events():
-        if event["type"] == "state":
-            begins.setdefault(event["attempt"], event["time"])
-    if attempt not in begins:
-        known = ", ".join(map(str, begins)) or "none yet"
-        raise click.BadParameter(
-            f"{attempt} is no attempt of this training, which had: {known}", param_hint="--attempt"
-        )
-    return begins[attempt], min((when for number, when in begins.items() if number > attempt), default=math.inf)
-
-
-def _matches(line: Line, pattern: re.Pattern[str] | None) -> bool:
-    return pattern is None or bool(pattern.search(line.prefixed))
-
-
-def _driver_log(handle: RunHandle[Any]) -> Iterator[Line]:
-    try:
-        own = Submission(RunDirectory(handle.directory), handle.job)
-        text = store.read_bytes(own.path(DRIVER_LOG)).decode("utf-8", "replace")
-    except FileNotFoundError:
-        why = "its driver had no process of its own"
-        if store.is_url(handle.directory):
-            why = "a run on an object store keeps none; if its driver dies, its submitter's error shows the last lines"
-        raise click.ClickException(f"run {handle.id} has no {DRIVER_LOG}: {why}") from None
-    yield from (Line("", None, line) for line in text.splitlines())
-
-
 @click.command()
-@click.argument("store", required=False, shell_complete=words.directories)
-@click.option(
-    "--state",
-    multiple=True,
-    type=click.Choice(STATES),
-    metavar="STATE",
-    help=f"Only runs in this state: {', '.join(STATES)}; may be given several times.",
-)
-@click.option("--name", help="Only runs whose id or function holds this text.")
-@click.option("--label", multiple=True, callback=words.labels, help="Only runs with this label, NAME=VALUE.")
+@click.argument("store", required=False, type=click.Path())
+@click.option("--state", multiple=True, type=click.Choice(STATES), help="Only runs in one of these states.")
+@click.option("--label", multiple=True, callback=words.pairs, help="Only runs with this label, NAME=VALUE.")
 @click.option("--since", callback=words.seconds, metavar="TIME", help="Only runs submitted in the last 12h, 30d.")
-@click.option("--watch", "-w", is_flag=True, help="Refresh every 2 s until interrupted.")
+@click.option("--watch", "-w", is_flag=True, help="Refresh the table in a terminal every 2 s until interrupted.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object for each run.")
 def runs(
     store: str | None,
     state: tuple[str, ...],
-    name: str | None,
     label: dict[str, str],
     since: float | None,
     watch: bool,
@@ -262,76 +187,73 @@ def runs(
             one
             for one in list_runs(root)
             if (not state or one.status.state in state)
-            and (name is None or name in one.job.run_id or name in one.job.name)
             and label.items() <= one.job.labels.items()
             and (since is None or one.job.created > time.time() - since)
         ]
         return sorted(chosen, key=lambda one: one.job.created)
 
-    if sys.stdout.isatty() and not as_json:
-        _show_table(found, WATCH_INTERVAL if watch else None)
-        return
-    while True:
-        if as_json:
-            for one in found():
-                words.print_json(_as_json(one))
-        else:
-            click.echo("\n".join(_plain(found())))
-        if not watch:
-            break
-        time.sleep(WATCH_INTERVAL)
+    if as_json:
+        for one in found():
+            words.print_json(_as_json(one))
+    elif sys.stdout.isatty():
+        _show_table(found, watch=watch)
+    else:
+        for line in [_HEADS, *map(_cells, found())]:
+            click.echo("\t".join(line))
 
 
 def _as_json(one: Listed) -> dict[str, Any]:
     job = one.job
-    facts: dict[str, Any] = {"problem": one.problem} if one.problem else {}
-    facts |= {
-        "id": job.run_id,
-        "directory": one.directory,
-        "name": job.name,
-        "world": job.world,
-        "created": job.created,
-    }
-    return {**facts, "labels": job.labels, **asdict(one.status), "used": _used(one)}
-
-
-def _used(one: Listed) -> dict[str, Any] | None:
-    found = cost.usage(one.job, one.status, time.time())
-    return None if found is None else asdict(found)
-
-
-def _plain(found: Sequence[Listed]) -> list[str]:
-    """Returns a header and a line for each run, with columns separated by tabs."""
-    return ["\t".join(line) for line in [_HEADS, *map(_cells, found)]]
+    own = {"id": job.run_id, "directory": one.directory, "name": job.name, "world": job.world, "created": job.created}
+    facts = {"problem": one.problem} if one.problem else {}
+    used = usage(job, one.status, time.time())
+    return {**facts, **own, "labels": job.labels, **asdict(one.status), "used": used}
 
 
 def _cells(one: Listed) -> tuple[str, ...]:
     """Returns the texts of a run's row: each is one printable line."""
-    job, state = one.job, one.status.state
+    job, status = one.job, one.status
     if one.problem:
-        return job.run_id, state, state, state, state, state, one.problem
-    cells = job.run_id, state, job.world, words.moment(job.created) or "", _took(one), _price_of(one), _metrics(one)
+        return job.run_id, *[status.state] * 5, one.problem
+    now = time.time()
+    took = "" if status.started is None else duration(round(max(0.0, (status.ended or now) - status.started), 1))
+    numbers = {name: value for name, value in status.metrics.items() if type(value) in (int, float)}
+    shown = [f"{name}={_short(value)}" for name, value in numbers.items() if not name.startswith("total_")]
+    cells = (
+        job.run_id,
+        status.state,
+        job.world,
+        words.moment(job.created) or "",
+        took,
+        usage(job, status, now),
+        " ".join(shown[:_METRICS]),
+    )
     return tuple("".join(char if char.isprintable() else repr(char)[1:-1] for char in cell) for cell in cells)
 
 
-def _show_table(find: Callable[[], Sequence[Listed]], interval: float | None) -> None:
-    """Prints the table once, or every ``interval`` seconds until interrupted."""
+def _short(number: float) -> str:
+    """Returns a number with four digits; ``?`` for an integer that is larger than any float."""
+    try:
+        return f"{number:.4g}"
+    except OverflowError:
+        return UNKNOWN
+
+
+def _show_table(find: Callable[[], Sequence[Listed]], *, watch: bool) -> None:
+    """Prints the table once, or again and again until interrupted."""
     from rich.console import Console
     from rich.live import Live
 
     console = Console()
-    if interval is None:
+    if not watch:
         console.print(_table(find()))
         return
     # Only the newest runs fit into the terminal.
     most = max(1, (console.height - _LINES_AROUND) // _LINES_OF_RUN)
-    with Live(_table(find(), most), console=console, auto_refresh=False) as live:
-        try:
-            while True:
-                time.sleep(interval)
-                live.update(_table(find(), most), refresh=True)
-        except KeyboardInterrupt:
-            pass
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while True:
+            live.update(_table(find(), most), refresh=True)
+            time.sleep(WATCH_INTERVAL)
 
 
 def _table(found: Sequence[Listed], most: int | None = None) -> RenderableType:
@@ -346,43 +268,44 @@ def _table(found: Sequence[Listed], most: int | None = None) -> RenderableType:
         table.add_column(head, no_wrap=True)
     for run, state, ranks, submitted, took, used, metrics in map(_cells, shown):
         # Text does not interpret a run's name as markup.
-        facts = Text(metrics, style="dim", no_wrap=True, overflow="ellipsis")
-        when = Text(submitted[5:16] or submitted)
-        when.append(f"\n{took}", style="dim")
-        hours, _, price = used.partition("  ")
-        table.add_row(
-            Group(Text(run), facts),
-            Text(state, style=COLORS.get(state, "")),
-            ranks,
-            when,
-            Text(f"{hours}\n{price}".rstrip()),
-        )
+        name = Group(Text(run), Text(metrics, style="dim", no_wrap=True, overflow="ellipsis"))
+        when = Text(submitted[5:16] or submitted).append(f"\n{took}", style="dim")
+        hours = Text(used.replace("  ", "\n"))
+        table.add_row(name, Text(state, style=COLORS.get(state, "")), ranks, when, hours)
     left_out = len(found) - len(shown)
     return Group(f"{left_out} older runs are not shown", table) if left_out else table
 
 
-def _took(one: Listed) -> str:
-    status = one.status
-    if status.started is None:
-        return ""
-    return duration(round(max(0.0, (status.ended or time.time()) - status.started), 1))
+@click.command()
+@click.argument("run", shell_complete=words.runs)
+@click.option("--json", "as_json", is_flag=True, help="A JSON object for each submission.")
+def explain(run: str, as_json: bool) -> None:
+    """Explain why each submission of a run resumed or began from scratch, with which options, and what was shipped.
+
+    Submissions that attached to a living run, or got an earlier result, are not recorded, since they wrote nothing.
+    """
+    directory, before = RunDirectory(find_run(run)), None
+    directory.job()
+    for job in filter(None, map(directory.job_of, directory.numbers())):
+        sentences = [job.beginning or "where it began is not recorded", *_changes(before, job)]
+        sentences += [f"shipped: {name}, {facts.get('size')} bytes" for name, facts in job.files.items()]
+        before = job
+        if as_json:
+            words.print_json({"submission": job.submission, "created": job.created, "explanation": sentences})
+        else:
+            click.echo(f"submission {job.submission}, {words.moment(job.created)}: {sentences[0]}")
+            for sentence in sentences[1:]:
+                click.echo(f"  {sentence}")
 
 
-def _price_of(one: Listed) -> str:
-    """Returns the hours that a run has used, and two spaces before their price if it is known."""
-    found = cost.usage(one.job, one.status, time.time())
-    return "" if found is None else "  ".join(filter(None, (found.amount, found.price)))
-
-
-def _metrics(one: Listed) -> str:
-    numbers = {name: value for name, value in one.status.metrics.items() if type(value) in (int, float)}
-    shown = [f"{name}={_short(value)}" for name, value in numbers.items() if not name.startswith("total_")]
-    return " ".join(shown[:_METRICS])
-
-
-def _short(number: float) -> str:
-    """Returns a number with four digits; ``?`` for an integer that is larger than any float."""
-    try:
-        return f"{number:.4g}"
-    except OverflowError:
-        return UNKNOWN
+def _changes(before: Job | None, job: Job) -> Iterator[str]:
+    """Yields the options that were given, and those that the submission before had otherwise."""
+    names = [name for name in TABLE if name in vars(job) and name not in ("run_id", "engine", "checkpoints")]
+    given = {name: getattr(job, name) for name in names if getattr(job, name) not in (TABLE[name].default, {}, [])}
+    master = job.engine.get("master") or job.engine.get("server") or job.engine.get("kind")
+    yield f"options: {', '.join(f'{name}={value!r}' for name, value in {'engine': master, **given}.items())}"
+    if before and (other := [name for name in ("engine", *names) if getattr(before, name) != getattr(job, name)]):
+        yield f"options that differ from the submission before: {', '.join(other)}"
+    parts = [name for name in job.identity_parts if name not in TABLE]
+    if parts:
+        yield f"another training if one of these changes: {', '.join(parts)}"

@@ -17,7 +17,7 @@ from rankzero.report.page import plain
 from rankzero.run import listing
 
 _KILO = 1024
-_UNITS = ("KiB", "MiB", "GiB", "TiB")
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
@@ -46,14 +46,6 @@ def pairs(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -
     return {value.partition("=")[0]: value.partition("=")[2] for value in values}
 
 
-def labels(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
-    """Returns labels as `pairs` does. Raises click.BadParameter for two values of one label, too."""
-    found = pairs(ctx, param, values)
-    if len(found) < len(set(values)):
-        raise click.BadParameter("a run has one value of a label: give each label once")
-    return found
-
-
 def moment(when: float | None) -> str | None:
     """Returns a Unix time as text in this machine's time zone."""
     try:
@@ -65,30 +57,17 @@ def moment(when: float | None) -> str | None:
 
 def size(count: float) -> str:
     """Returns a number of bytes as text, such as ``12 B`` or ``3.4 MiB``."""
-    if count < _KILO:
-        return f"{count:.0f} B"
     power = 0
-    while count >= _KILO and power < len(_UNITS):
-        count /= _KILO
-        power += 1
-    return f"{count:.1f} {_UNITS[power - 1]}"
-
-
-def directories(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Tells the shell to complete the name of a directory."""
-    return [CompletionItem(incomplete, type="dir")]
-
-
-def files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Tells the shell to complete the name of a file."""
-    return [CompletionItem(incomplete, type="file")]
+    while count >= _KILO and power < len(_UNITS) - 1:
+        count, power = count / _KILO, power + 1
+    return f"{count:.{min(power, 1)}f} {_UNITS[power]}"
 
 
 def runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Completes the id of a run in the default store, or the name of a directory."""
     root = store.root_of(None)
     if "/" in incomplete or store.is_url(root):
-        return directories(ctx, param, incomplete)
+        return [CompletionItem(incomplete, type="dir")]
     names = [listing.LAST, *store.list_names(store.normalize(root))]
     return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 

@@ -28,8 +28,6 @@ class DeepspeedTorchDistributor(TorchDistributor):
         deepspeedConfig: A dict, or the path of a JSON file; a path that does not exist here is a path on the executors.
             None: DeepSpeed's defaults.
 
-    It raises what `TorchDistributor` does.
-
     Example:
         >>> from rankzero.compat.deepspeed_distributor import DeepspeedTorchDistributor
         >>> distributor = DeepspeedTorchDistributor(2, useGpu=False, deepspeedConfig={"train_batch_size": 8})

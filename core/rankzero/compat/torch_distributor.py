@@ -14,8 +14,6 @@ from rankzero.kinds import POSITIVE
 from rankzero.launcher import Launcher
 
 if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
-
     from rankzero.engines.base import Engine
 
 R = TypeVar("R")
@@ -150,15 +148,6 @@ class TorchDistributor:
         """
         return self._placed().run(train_object, *args, **kwargs)
 
-    def _train_on_dataframe(self, train_function: Any, spark_dataframe: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs a function as `run` does; its ranks read shares of a DataFrame: `rankzero.train.get_dataset_shard`."""
-        if self.local_mode:
-            raise InvalidJobError(
-                "TorchDistributor.train_on_dataframe requires setting TorchDistributor.local_mode to False; or use "
-                "Launcher(dataset=...), which takes a DataFrame anywhere"
-            )
-        return self._placed().options(dataset=spark_dataframe).run(train_function, *args, **kwargs)
-
     def _placed(self) -> Launcher:
         """Returns the launcher for this machine or the session. Raises EngineError for a cluster with encryption."""
         if self.local_mode:
@@ -166,23 +155,6 @@ class TorchDistributor:
         self._check_encryption()
         per_task = self.num_processes // self.num_tasks
         return self._launcher.options(engine=engine_of_session(self.spark), processes_per_task=per_task)
-
-
-def _get_spark_partition_data_loader(
-    num_samples: int, batch_size: int, num_workers: int = 1, prefetch_factor: int = 2
-) -> DataLoader[Any]:
-    """Returns a loader of this rank's rows of the DataFrame that `TorchDistributor._train_on_dataframe` was given.
-
-    A batch is a list of the columns' tensors. If there are fewer than ``num_samples`` rows, it restarts at the first.
-    """
-    from torch.utils.data import DataLoader
-
-    from rankzero.train.batches import SampleDataset
-    from rankzero.train.dataset import get_dataset_shard
-
-    data = SampleDataset(get_dataset_shard().to_torch(batch_size), num_samples, batch_size)
-    ahead = prefetch_factor if num_workers else None
-    return DataLoader(data, batch_size=None, num_workers=num_workers, prefetch_factor=ahead)
 
 
 def _flag(name: str, value: Any) -> bool:

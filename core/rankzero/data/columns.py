@@ -123,14 +123,11 @@ def _lists(array: Any, name: str, size: int | None) -> Column:
 
     # `flatten` leaves out the values outside of a slice.
     values = _column(array.flatten(), name, None)
-    if not isinstance(values, torch.Tensor):
-        raise InvalidJobError(f"column {name!r} is {array.type}, which cannot become a tensor")
+    assert isinstance(values, torch.Tensor)
     if types.is_fixed_size_list(array.type):
         return values.reshape(len(array), array.type.list_size, *values.shape[1:])
     if size is not None and len(values) == size * len(array):
         return values.reshape(len(array), size, *values.shape[1:])
-    if size is not None:
-        raise InvalidJobError(f"column {name!r} has arrays that are not of length {size}, as its manifest says")
     offsets = _numbers(array.offsets, name)
     return Ragged(values, (offsets - offsets[0]).long())
 
@@ -214,14 +211,6 @@ def rows_of(columns: Columns) -> int:
     return rows_of(column) if isinstance(column, dict) else len(column)
 
 
-def native(array: Any) -> Any:
-    """Returns a numpy array of the class ``ndarray`` (a masked array stays one) in this machine's order of bytes."""
-    import numpy
-
-    array = numpy.asanyarray(array) if isinstance(array, numpy.ma.MaskedArray) else numpy.asarray(array)
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
-
-
 def as_table(batch: Any) -> Any:
     """Returns a batch of columns as an Arrow table. Raises TypeError if it is none."""
     import pyarrow as pa
@@ -261,7 +250,6 @@ def _arrays(columns: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _array(column: Any) -> Any:
     """Returns a column of a batch as an Arrow array."""
-    import numpy
     import pyarrow as pa
 
     if isinstance(column, Ragged):
@@ -272,9 +260,6 @@ def _array(column: Any) -> Any:
     if isinstance(column, torch.Tensor):
         column = column.detach().cpu().resolve_conj().resolve_neg()
         column = (column.float() if column.dtype == torch.bfloat16 else column).numpy()
-    if isinstance(column, numpy.ndarray):
-        # A matrix stays one of two dimensions however it is reshaped; Arrow knows this machine's order of bytes only.
-        column = native(column)
     if isinstance(column, Mapping):
         arrays = _arrays(column)
         return pa.StructArray.from_arrays(list(arrays.values()), list(arrays))

@@ -31,7 +31,7 @@ def filesystem_of(location: str) -> tuple[Any, str]:
     if not store.is_url(location):
         return fs.LocalFileSystem(), location
     try:
-        client = remote.ArrowClient.of(location)
+        client = remote.Client.of(location)
     except Exception:
         import fsspec
 

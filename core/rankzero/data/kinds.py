@@ -6,6 +6,7 @@ inner column has a path: ``a.x`` is a field of the struct ``a``, ``a[]`` are the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,11 +17,7 @@ VECTOR = ("type", "size", "indices", "values")
 
 
 def check(schema: Any, where: str) -> None:
-    """Refuses columns that cannot become a tensor.
-
-    Args:
-        schema: A `pyarrow.Schema`.
-        where: Name of the dataset, for errors.
+    """Refuses a `pyarrow.Schema` with columns that cannot become a tensor. ``where`` names the dataset in errors.
 
     Raises:
         InvalidJobError: a column cannot become a tensor; the error names the first one.
@@ -103,49 +100,31 @@ def is_vector(kind: Any) -> bool:
 
 
 def count_nulls(path: str, column: Any) -> Iterator[tuple[str, int]]:
-    """Yields the path and the number of nulls of an Arrow column and of each column inside of it."""
+    """Yields the path of an Arrow column, and of each column inside of it, with the number of its nulls.
+
+    Columns that have no nulls, or can represent them, are left out.
+    """
     from pyarrow import types
 
-    yield path, column.null_count
+    if column.null_count and not allows_null(column.type):
+        yield path, column.null_count
     # Some fields of a vector are null by design.
     if types.is_struct(column.type) and not is_vector(column.type):
         for field, inner in zip(column.type, column.flatten(), strict=True):
             yield from count_nulls(f"{path}.{field.name}", inner)
-    elif types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type):
+    elif is_list(column.type):
         yield from count_nulls(f"{path}[]", column.flatten())
 
 
-def inner_kinds(path: str, kind: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the path and the type of a column and of each column inside of it."""
-    from pyarrow import types
-
-    yield path, kind
-    if types.is_struct(kind) and not is_vector(kind):
-        for field in kind:
-            yield from inner_kinds(f"{path}.{field.name}", field.type)
-    elif is_list(kind):
-        yield from inner_kinds(f"{path}[]", kind.value_type)
-
-
-def check_nulls(schema: Any, counts: Iterable[Mapping[str, int]], where: str) -> None:
-    """Refuses nulls that a tensor cannot hold.
-
-    Args:
-        schema: The schema of the columns.
-        counts: Number of nulls of each part of the rows, by path.
-        where: Name of the dataset, for errors.
+def check_nulls(counts: Iterable[Mapping[str, int]], where: str) -> None:
+    """Refuses nulls that a tensor cannot hold, whose numbers are given for each part of the rows, by path.
 
     Raises:
-        InvalidJobError: a column has nulls that a tensor cannot hold; the error names the first one.
+        InvalidJobError: there are such nulls; the error names the first column.
     """
-    total: dict[str, int] = {}
-    for part in counts:
-        for path, count in part.items():
-            total[path] = total.get(path, 0) + count
-    for field in schema:
-        for path, kind in inner_kinds(field.name, field.type):
-            if total.get(path) and not allows_null(kind):
-                raise InvalidJobError(
-                    f"column {path!r} of {where} ({kind}) has {total[path]} nulls, and a tensor cannot hold a null "
-                    f"{kind}: fill or filter them, for example with DataFrame.fillna or dropna"
-                )
+    total = sum(map(Counter, counts), Counter[str]())
+    for path, count in total.items():
+        raise InvalidJobError(
+            f"column {path!r} of {where} has {count} nulls, and a tensor cannot hold a null of its type: fill or "
+            "filter them, for example with DataFrame.fillna or dropna"
+        )

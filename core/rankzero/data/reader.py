@@ -11,7 +11,6 @@ from rankzero.data import order
 from rankzero.data.files import PARQUET_OPTIONS, is_changed, open_file
 from rankzero.data.manifest import File, Manifest
 from rankzero.data.order import Piece, pieces_of, windows_of
-from rankzero.data.schemas import fit
 from rankzero.data.shares import Spans
 from rankzero.errors import ResultError
 from rankzero.host import forks
@@ -67,9 +66,10 @@ class Reader:
         if self._key in _kept:
             return _kept[self._key]
         read = []
+        last = {self._groups[piece.group][0].location: piece for piece in pieces}
         for piece in pieces:
             forks.pause(lambda: None)
-            read.append(self._read(piece))
+            read.append(self._read(piece, check=piece in last.values()))
         batches = pa.Table.from_batches(read).combine_chunks().to_batches()
         if len(batches) != 1:
             raise ResultError("a window of rows has more than 2 GiB of text: write the table in smaller row groups")
@@ -79,13 +79,13 @@ class Reader:
             [_kept[self._key]] = batches
         return batches[0]
 
-    def _read(self, piece: Piece) -> Any:
-        """Returns the rows of a piece as a record batch."""
+    def _read(self, piece: Piece, *, check: bool = True) -> Any:
+        """Returns the rows of a piece as a record batch, and may check afterwards that its file is unchanged."""
         file, number = self._groups[piece.group]
         try:
             is_whole = piece.length == file.rows[number]
             table = self._whole(file, number) if is_whole else self._streamed(piece, file, number)
-            if is_changed(file.location, file.stamp, file.content):
+            if check and is_changed(file.location, file.stamp, file.content):
                 raise ResultError(
                     f"{file.location} of the dataset has other rows than when the run was submitted: submit the run "
                     "again to train on them from scratch, or write the rows as they were"
@@ -131,17 +131,19 @@ class Reader:
         return [name for name in self.columns if name not in file.partition]
 
     def _in_schema(self, table: Any, file: File, rows: int) -> Any:
-        """Returns rows of a file in the dataset's types, with its partition columns, whose values are in its name."""
+        """Returns rows of a file in the dataset's types, with the columns whose values are in its name, or nulls."""
         import pyarrow as pa
+        import pyarrow.compute as pc
 
-        stored = fit(table, pa.schema([self._schema.field(name) for name in self._stored(file)]))
         arrays = []
         for name in self.columns:
-            if name in file.partition:
-                value = pa.scalar(file.partition[name]).cast(self._schema.field(name).type)
-                arrays.append(pa.repeat(value, rows))
+            kind = self._schema.field(name).type
+            if name in file.partition or name not in table.column_names:
+                arrays.append(pa.repeat(pa.scalar(file.partition.get(name)).cast(kind), rows))
             else:
-                arrays.append(stored.column(name).combine_chunks())
+                # Categories become values, and times are truncated.
+                options = pc.CastOptions(target_type=kind, allow_time_truncate=True)
+                arrays.append(pc.cast(table.column(name), options=options).combine_chunks())
         return pa.RecordBatch.from_arrays(arrays, self.columns)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from rankzero.data import kinds
@@ -13,30 +12,16 @@ from rankzero.errors import InvalidJobError
 _ADVICE = "rewrite the table, or have Spark read it: dataset=a query or a DataFrame, which chooses columns and types"
 
 
-def unify(schemas: Iterable[Any]) -> Any:
-    """Returns the schema with the columns of all schemas, each of one type; a column of nulls alone fits any.
+def unify_written(schemas: Iterable[Any]) -> Any:
+    """Returns the schema with the columns of all rows that ranks write; a column of nulls alone fits any.
 
     Raises:
-        pyarrow.ArrowException: a column has several types.
-    """
-    import pyarrow as pa
-
-    distinct: list[Any] = []
-    for schema in schemas:
-        if not any(schema.equals(other) for other in distinct):
-            distinct.append(schema)
-    return pa.unify_schemas(distinct)
-
-
-def unify_written(schemas: Iterable[Any]) -> Any:
-    """Returns `unify` of what ranks write. Raises TypeError, too, for names that differ only in case.
-
-    Spark reads neither of two such columns.
+        TypeError: a column has several types, or names differ only in case: Spark reads neither of two such columns.
     """
     import pyarrow as pa
 
     try:
-        found = unify(schemas)
+        found = pa.unify_schemas(list(schemas))
     except pa.ArrowException as error:
         raise TypeError(
             f'{error}: write it with one type in all batches and on all ranks (pandas: dtype "Int64" keeps integers '
@@ -47,28 +32,6 @@ def unify_written(schemas: Iterable[Any]) -> Any:
         if (other := names.setdefault(name.lower(), name)) != name:
             raise TypeError(f"columns {other!r} and {name!r} differ only in case, and Spark reads neither")
     return found
-
-
-def fit(table: Any, schema: Any) -> Any:
-    """Returns a table in a unified schema: categories are values, times truncated, missing columns are nulls.
-
-    Raises:
-        pyarrow.ArrowInvalid: a value does not fit into the type of its column; the error names the column.
-    """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    columns = []
-    for field in schema:
-        if field.name not in table.schema.names:
-            columns.append(pa.nulls(table.num_rows, field.type))
-            continue
-        try:
-            options = pc.CastOptions(target_type=field.type, allow_time_truncate=True)
-            columns.append(pc.cast(table.column(field.name), options=options))
-        except pa.ArrowException as error:
-            raise pa.ArrowInvalid(f"column {field.name!r}: {error}") from error
-    return pa.table(columns, schema=schema)
 
 
 def portable(table: Any) -> Any:
@@ -121,11 +84,7 @@ def nulls(schema: Any) -> list[str]:
 
 
 def schema_of_files(schemas: Sequence[Any], where: str) -> Any:
-    """Returns the schema with the columns of all files.
-
-    Args:
-        schemas: The schemas of the table and of its files.
-        where: The dataset's name for messages.
+    """Returns the schema with the columns of a table and all of its files. ``where`` names the dataset in errors.
 
     Raises:
         InvalidJobError: a column has several types.
@@ -133,30 +92,19 @@ def schema_of_files(schemas: Sequence[Any], where: str) -> Any:
     import pyarrow as pa
 
     try:
-        return unify(pa.schema([each.with_type(kinds.stored(each.type)) for each in schema]) for schema in schemas)
+        return pa.unify_schemas(
+            [pa.schema([each.with_type(kinds.stored(each.type)) for each in schema]) for schema in schemas]
+        )
     except pa.ArrowException as error:
         raise InvalidJobError(f"the files of {where} have columns of different types ({error}): {_ADVICE}") from error
 
 
-def with_nulls(file: File, inside: Any, schema: Any, where: str) -> File:
-    """Returns a file with nulls as partition values for the columns that it lacks.
-
-    Args:
-        file: A file of the table.
-        inside: The schema of the file.
-        schema: The schema of the table.
-        where: The dataset's name for messages.
-
-    Raises:
-        InvalidJobError: a tensor cannot represent such nulls.
-    """
-    missing: dict[str, str | None] = {}
+def check_missing(file: File, inside: Any, schema: Any, where: str) -> None:
+    """Raises InvalidJobError if a file lacks a column of the table, and a tensor cannot represent the nulls."""
     for field in schema:
-        if field.name not in file.partition and field.name not in inside.names:
-            if not kinds.allows_null(field.type):
-                raise InvalidJobError(
-                    f"column {field.name!r} of {where} ({field.type}) is not in {file.location}, and a tensor has no "
-                    f"place for nulls of this type: {_ADVICE}"
-                )
-            missing[field.name] = None
-    return replace(file, partition={**file.partition, **missing}) if missing else file
+        is_missing = field.name not in file.partition and field.name not in inside.names
+        if is_missing and not kinds.allows_null(field.type):
+            raise InvalidJobError(
+                f"column {field.name!r} of {where} ({field.type}) is not in {file.location}, and a tensor has no place "
+                f"for nulls of this type: {_ADVICE}"
+            )

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankzero import store
-from rankzero.data import schemas
 from rankzero.data.files import filesystem_of
 from rankzero.errors import ResultError
 
@@ -86,17 +85,14 @@ class Table:
         Raises:
             ResultError: the directory was removed, or no rank had rows.
         """
-        return self._opened()[0]
-
-    def _opened(self) -> tuple[Any, dict[str, Any]]:
-        """Returns the rows, and the schemas of the files."""
+        import pyarrow as pa
         from pyarrow import dataset
 
         if not (found := read_schemas(self.uri)):
             raise ResultError(f"the table {self.uri} has no files: no rank had rows, or its run directory was removed")
         filesystem, path = filesystem_of(self.uri)
-        schema = schemas.unify(found.values())
-        return dataset.dataset(path, format="parquet", filesystem=filesystem, schema=schema), found
+        schema = pa.unify_schemas(list(found.values()))
+        return dataset.dataset(path, format="parquet", filesystem=filesystem, schema=schema)
 
     def to_pandas(self) -> pandas.DataFrame:
         """Returns all rows as a pandas DataFrame. Raises ResultError as `to_arrow`."""
@@ -111,19 +107,8 @@ class Table:
         Raises:
             ResultError: as `to_arrow`.
         """
-        table, found = self._opened()
+        names = self.to_arrow().schema.names
         # Spark would look for a path without a scheme in the cluster's default file system.
         uri = self.uri.replace("s3://", "s3a://", 1) if store.is_url(self.uri) else f"file://{self.uri}"
-        empty = {digest for digest, each in found.items() if len(schemas.nulls(each)) == len(each)}
-        typed, rows = [], 0
-        for fragment in table.get_fragments():
-            name = fragment.path.rsplit("/", 1)[-1]
-            if name.rpartition("-")[2].partition(".")[0] in empty:
-                # Rows without any value have columns of no type, which Spark takes for integers.
-                rows += fragment.count_rows()
-            else:
-                typed.append(store.join(uri, name))
-        frame: DataFrame = session.read.option("mergeSchema", "true").parquet(*(typed or [uri]))
-        if rows and typed:
-            frame = frame.unionByName(session.range(rows).select(), allowMissingColumns=True)
-        return frame.select([f"`{name}`" for name in table.schema.names])
+        frame: DataFrame = session.read.option("mergeSchema", "true").parquet(uri)
+        return frame.select([f"`{name}`" for name in names])

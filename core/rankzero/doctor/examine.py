@@ -41,6 +41,11 @@ class Examination:
     ranks: list[dict[str, Any]]
     directory: str | None = None
 
+    def __str__(self) -> str:
+        """Returns the problems and warnings in one line, or what was found to be right."""
+        shown = [finding for finding in self.findings if finding.level != OK] or self.findings
+        return "; ".join(f"{one.about}: {one.what}" + (f" ({one.mend})" if one.mend else "") for one in shown)
+
     @property
     def healthy(self) -> bool:
         """Returns False if a problem would stop a training."""
@@ -55,6 +60,7 @@ def examine(
     processes_per_task: int = 1,
     store: str | None = None,
     start_timeout: float = 120.0,
+    trains: bool = True,
 ) -> Examination:
     """Finds the problems that would stop a training on an engine: on this machine, then with ranks on the engine.
 
@@ -65,6 +71,7 @@ def examine(
         processes_per_task: Ranks of one Spark task.
         store: Root of the run directories; None as for `Launcher`.
         start_timeout: Seconds for the ranks to start.
+        trains: False examines only what this machine can find without ranks.
 
     Example:
         >>> from rankzero import LocalEngine
@@ -75,6 +82,8 @@ def examine(
     if problems := find_problems(engine, root, use_gpu=use_gpu, processes_per_task=processes_per_task):
         return Examination([Finding(PROBLEM, "from here", problem) for problem in problems], [])
     findings = [Finding(OK, "from here", "no problem found")]
+    if not trains:
+        return Examination(findings, [])
     num_processes += -num_processes % processes_per_task
     launcher = Launcher(num_processes, engine=engine, use_gpu=use_gpu, store=root, labels={"doctor": "1"})
     launcher = launcher.options(start_timeout=start_timeout, hang_timeout=DOCTOR_HANG_TIMEOUT())
@@ -103,14 +112,7 @@ def examine(
 
 
 def find_problems(engine: Engine, root: str, *, use_gpu: bool = False, processes_per_task: int = 1) -> list[str]:
-    """Returns the problems that this machine can find, one sentence each; empty if there are none.
-
-    Args:
-        engine: The engine of future trainings.
-        root: Root of the run directories.
-        use_gpu: Whether the trainings use GPUs.
-        processes_per_task: Ranks of one Spark task.
-    """
+    """Returns the problems that this machine can find, one sentence each; the arguments are those of `examine`."""
     master = str(engine.to_spec()[0].get("master") or "")
     found = [_check_job(engine, use_gpu, processes_per_task), _check_master(master), _check_store(root)]
     return [problem for problem in found if problem]

@@ -60,7 +60,7 @@ def collect_facts(store_url: str | None, nonce: str) -> list[dict[str, Any]]:
 
 def _use_store(directory: str | None, url: str | None, name: str) -> tuple[str, str]:
     """Returns the level of a finding, and its reason: can this rank write into the directory, or the object store?"""
-    why = "" if url is None else "neither pyarrow nor fsspec with a client of this store is installed"
+    why = "" if url is None else "pyarrow, or its client of this store, is not installed"
     try:
         if directory is not None:
             path = os.path.join(directory, name)
@@ -71,7 +71,7 @@ def _use_store(directory: str | None, url: str | None, name: str) -> tuple[str, 
         return PROBLEM, f"{type(error).__name__}: {error}"
     from rankzero.store import remote
 
-    for client in remote.clients(f"{url}/{name}") if url else ():
+    if client := remote.find_client(f"{url}/{name}") if url else None:
         try:
             with client.open_write(f"{url}/{name}") as file:
                 file.write(b"doctor")

@@ -118,7 +118,7 @@ class Storage:
         if result is None:
             self.facts.finished.add(rank)
             return
-        if True not in self._kinds:
+        if self._kinds == {False}:
             # Other ranks may wait for one more whole checkpoint, since they have reported more often.
             self.committer.note_last()
         path, is_uploaded = self._take(f"{task}-value")

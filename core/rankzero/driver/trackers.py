@@ -14,8 +14,9 @@ from typing import Any
 from rankzero import bounds
 from rankzero.masking import Mask, secrets_of, without_credentials
 from rankzero.run.directory import Submission
-from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
+from rankzero.run.names import EVENTS
+from rankzero.run.output import events_of
 from rankzero.tracking.tracker import Tracker
 
 TRACKER_POLL_INTERVAL = 1.0  # Seconds before each poll of the events, the first too: imports slow the ranks' start
@@ -68,7 +69,7 @@ class _Feed(threading.Thread):
         super().__init__(name="rankzero-tracker", daemon=True)
         self._handle: RunHandle[Any] = RunHandle(own.run.directory, job=own.job, follows=False)
         self._pickled = pickled
-        self._position = Position(len(own.job.earlier))
+        self._stream = self._handle.stream(EVENTS, earlier=False)
         self._ended = ended
         self._tracker: Tracker | None = None
         self._has_begun = False
@@ -101,21 +102,20 @@ class _Feed(threading.Thread):
             tracker.begin(self._handle)
             self._has_begun = True
         status = self._handle.status()
+        end = None if status.final else self._stream.end(status)
         while True:
-            before = self._position
-            events, after = self._handle.output.read_events(before, status)
-            if not tracker.is_idempotent:
-                self._position = after
-            tracker.add(self._handle, events)
-            self._position = after
-            if after == before:
+            before, lines, after = self._stream.position, self._stream.read(end), self._stream.position
+            self._stream.position = before if tracker.is_idempotent else after
+            tracker.add(self._handle, list(events_of(lines)))
+            self._stream.position = after
+            if not lines:
                 return
 
     def _load(self) -> Tracker:
         tracker: Tracker = pickle.loads(base64.b64decode(self._pickled))
         self.what = type(tracker).__name__
         if tracker.is_idempotent:
-            self._position = Position()
+            self._stream = self._handle.stream(EVENTS)
         return tracker
 
     def _note(self, error: Exception) -> None:

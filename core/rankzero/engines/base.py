@@ -130,9 +130,9 @@ class EngineSession(abc.ABC):
         """Most task slots that the engine can ever have, by its configuration; None if that does not limit them."""
         return None
 
-    @abc.abstractmethod
     def num_agents(self, num_tasks: int) -> int:
-        """Returns the number of agents that run this many tasks of the job."""
+        """Returns the number of agents that run this many tasks of the job: one for each."""
+        return num_tasks
 
     @property
     @abc.abstractmethod

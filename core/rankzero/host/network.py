@@ -10,37 +10,22 @@ import contextlib
 import errno
 import fcntl
 import ipaddress
-import queue
 import socket
 import struct
-import sys
-import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
-from rankzero import bounds
+TRY = 5.0
+"""Seconds for which one of several addresses is tried: packets to some networks are lost without an answer."""
 
-CONNECT_HEAD_START = bounds.scaled(0.25)  # By which a host is tried before the next one: earlier ones are preferred
-
-_IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+SHORTEST = 0.05
+"""Least seconds for a connection, by which a time limit that has passed is exceeded."""
 
 # netdevice(7)
 _SIOCGIFCONF = 0x8912
 _IFCONF = struct.Struct("iP")
 _IFREQ = struct.Struct("16s4x4s16x")
 _IFCONF_SIZE = 1 << 16
-
-
-class _Assigned(NamedTuple):
-    """An address of this host. ``label`` is its interface's name as C's ``getifaddrs`` returns it: ``eth0:1``."""
-
-    address: _IPAddress
-    label: str
-
-    @property
-    def interface(self) -> str:
-        return self.label.partition(":")[0]
 
 
 def socket_environment(host: str) -> dict[str, str]:
@@ -55,10 +40,13 @@ def socket_environment(host: str) -> dict[str, str]:
     Returns:
         ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``; empty if the interface is not known.
     """
-    found = _find(host)
-    if found is None:
+    listed = _labels()
+    # All of 127.0.0.0/8 is this host, although the interface lists only one address of it.
+    named = ("127.0.0.1" if is_loopback(address) else address for address in addresses_of(host))
+    label = next((listed[address] for address in named if address in listed), None)
+    if label is None:
         return {}
-    name, label = found
+    name = label.partition(":")[0]
     # NCCL: with "=" the name must be equal, without it the value is a prefix. Both libraries
     # list labels ("eth0:1"), but NCCL parses the text after a colon as a port.
     return {"GLOO_SOCKET_IFNAME": label, "NCCL_SOCKET_IFNAME": f"={name}" if label == name else name}
@@ -80,12 +68,7 @@ def addresses_of(host: str) -> list[str]:
 
 def own_addresses() -> list[str]:
     """Returns this host's addresses, without loopback and link-local ones, as far as the kernel lists them."""
-    if not sys.platform.startswith("linux"):
-        return addresses_of(socket.gethostname())
-    try:
-        found = [assigned.address for assigned in _assigned()]
-    except OSError:
-        return addresses_of(socket.gethostname())
+    found = map(ipaddress.ip_address, _labels() or addresses_of(socket.gethostname()))
     return [str(address) for address in found if not (address.is_loopback or address.is_link_local)]
 
 
@@ -106,104 +89,41 @@ def first_reachable(hosts: Sequence[str], port: int, timeout: float) -> str | No
     """Returns the first of several hosts that accepts a TCP connection, which is closed immediately.
 
     Args:
-        hosts: Names or addresses, the preferred one first. Each is tried shortly before the next.
+        hosts: Names or addresses, tried one after the other, each but the last one for `TRY` seconds at most.
         port: The TCP port.
-        timeout: Seconds for all together, including name resolution, even when that hangs.
+        timeout: Seconds for all together.
 
     Returns:
         The entry of ``hosts``, or None if none accepted in time.
     """
     deadline = time.monotonic() + timeout
-    head_start = min(CONNECT_HEAD_START(), timeout / (2 * len(hosts))) if hosts else 0.0
-    answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-
-    def attempt(host: str) -> None:
-        answers.put(host if _accepts(host, port, deadline) else None)
-
-    waiting = list(reversed(hosts))
-    running = 0
-    while waiting or running:
-        if waiting:
-            threading.Thread(target=attempt, args=(waiting.pop(),), name="rankzero-reach", daemon=True).start()
-            running += 1
-        try:
-            answer = answers.get(timeout=head_start if waiting else max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            if not waiting:
-                return None
-            continue
-        if answer is not None:
-            return answer
-        running -= 1
+    for number, host in enumerate(hosts, 1):
+        left = max(SHORTEST, deadline - time.monotonic())
+        with contextlib.suppress(OSError, UnicodeError):
+            socket.create_connection((without_brackets(host), port), min(left, TRY) if hosts[number:] else left).close()
+            return host
     return None
 
 
-def _accepts(host: str, port: int, deadline: float) -> bool:
-    try:
-        infos = socket.getaddrinfo(without_brackets(host), port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return False
-    for number, (family, kind, protocol, _, address) in enumerate(infos):
-        left = (deadline - time.monotonic()) / (len(infos) - number)
-        if left <= 0:
-            return False
-        try:
-            with socket.socket(family, kind, protocol) as connection:
-                connection.settimeout(left)
-                connection.connect(address)
-                return True
-        except OSError:
-            continue
-    return False
-
-
-def _find(host: str) -> tuple[str, str] | None:
-    """Returns the name and label of the interface that has an address."""
-    if not sys.platform.startswith("linux"):
-        return None
-    try:
-        infos = socket.getaddrinfo(without_brackets(host), None, type=socket.SOCK_STREAM)
-        found = next(_matches(infos, list(_assigned())), None)
-    except (OSError, UnicodeError):
-        return None
-    return (found.interface, found.label) if found else None
-
-
-def _matches(infos: Iterable[tuple[Any, ...]], assigned: list[_Assigned]) -> Iterator[_Assigned]:
-    for family, _, _, _, sockaddr in infos:
-        address = _plain(str(sockaddr[0]))
-        scope = int(sockaddr[3]) if family == socket.AF_INET6 and len(sockaddr) == 4 else 0
-        for candidate in assigned:
-            # All of 127.0.0.0/8 is this host, although the interface lists only one address of it.
-            loopback = address.is_loopback and candidate.address.is_loopback
-            is_same = loopback or candidate.address == address
-            if is_same and (not scope or scope == socket.if_nametoindex(candidate.interface)):
-                yield candidate
-
-
-def _plain(text: str) -> _IPAddress:
-    address = ipaddress.ip_address(text.partition("%")[0])
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return mapped or address
-
-
-def _assigned() -> Iterator[_Assigned]:
-    """Yields the addresses of all interfaces, as the kernel lists them.
+def _labels() -> dict[str, str]:
+    """Returns the addresses of this host's interfaces with their names as C's ``getifaddrs`` returns them: ``eth0:1``.
 
     The package ifaddr is not used: its import takes 40 ms and starts ldconfig or gcc, in a process that reaps its
-    children itself. rtnetlink(7) would take 60 lines.
+    children itself. Empty where the kernel does not list them.
     """
+    found = {}
     buffer = array.array("B", bytes(_IFCONF_SIZE))
     request = _IFCONF.pack(_IFCONF_SIZE, buffer.buffer_info()[0])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as kernel:
-        used, _ = _IFCONF.unpack(fcntl.ioctl(kernel, _SIOCGIFCONF, request))
-    for label, address in _IFREQ.iter_unpack(buffer[:used].tobytes()):
-        yield _Assigned(ipaddress.IPv4Address(address), label.partition(b"\0")[0].decode())
-    # The file does not exist if IPv6 is switched off.
-    with contextlib.suppress(FileNotFoundError), open("/proc/net/if_inet6") as table:
-        for line in table:
-            raw, *_, label = line.split()
-            yield _Assigned(ipaddress.IPv6Address(bytes.fromhex(raw)), label)
+    with contextlib.suppress(OSError):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as kernel:
+            used, _ = _IFCONF.unpack(fcntl.ioctl(kernel, _SIOCGIFCONF, request))
+        for label, address in _IFREQ.iter_unpack(buffer[:used].tobytes()):
+            found[socket.inet_ntoa(address)] = label.partition(b"\0")[0].decode()
+        # The file does not exist if IPv6 is switched off.
+        with open("/proc/net/if_inet6") as table:
+            for raw, *_, label in map(str.split, table):
+                found[str(ipaddress.IPv6Address(bytes.fromhex(raw)))] = label
+    return found
 
 
 def address_towards(hosts: Sequence[str], port: int) -> str | None:

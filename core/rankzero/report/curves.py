@@ -7,35 +7,25 @@ from __future__ import annotations
 
 import base64
 import html
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from rankzero.run.reports import is_number
 from rankzero.texts import encodable
 
+T = TypeVar("T")
 Row = Mapping[str, Any]
 
-CHART_POINTS = 200
-"""Most points of a drawn curve."""
-
+CHART_POINTS = 200  # Most points of a drawn curve
 COLORS = ("#4f43dd", "#d9622b", "#13915c", "#b0226f")
 _GRAY = "#8a8f98"
 
 
 def svg(rows: Sequence[Row], names: Sequence[str], width: int = 560, height: int = 220) -> str | None:
-    """Returns the curves of metrics over the reports of rank 0, with the ends of both axes and the names above.
+    """Returns an ``<svg>`` element of a few kB: metrics over the reports of rank 0, the ends of both axes, the names.
 
-    A value that is not finite, such as ``nan``, is a gap of its curve.
-
-    Args:
-        rows: Reports, oldest first.
-        names: Metrics to draw. Those after the fourth are left out.
-        width: Width of the picture in pixels.
-        height: Height of the picture in pixels.
-
-    Returns:
-        An ``<svg>`` element of a few kB; None if no metric has two finite values.
+    A value that is not finite, such as ``nan``, is a gap of its curve. Metrics after the fourth are left out. Returns
+    None if no metric has two finite values.
     """
     drawn = {name: points for name in names[: len(COLORS)] if (points := _points(rows, name))}
     if not drawn:
@@ -43,6 +33,8 @@ def svg(rows: Sequence[Row], names: Sequence[str], width: int = 560, height: int
     places = [x for points in drawn.values() for x, _ in points]
     values = [y for points in drawn.values() for _, y in points if y is not None]
     first, last, low, high = min(places), max(places), min(values), max(values)
+    # Halves, since the difference of two floats may be no float.
+    wide, tall = last / 2 - first / 2 or 1.0, high / 2 - low / 2 or 1.0
     left, top, right, bottom = 64, 22, width - 8, height - 18
     text = f'font-family="sans-serif" font-size="11" fill="{_GRAY}"'
     parts = [
@@ -59,8 +51,8 @@ def svg(rows: Sequence[Row], names: Sequence[str], width: int = 560, height: int
         path, is_down = "", False
         for x, y in points:
             if y is not None:
-                at = left + (right - left) * share(x, first, last)
-                over = bottom - (bottom - top) * share(y, low, high)
+                at = left + (right - left) * ((x / 2 - first / 2) / wide)
+                over = bottom - (bottom - top) * ((y / 2 - low / 2) / tall)
                 path += f"L{at:.1f},{over:.1f}" if is_down else f"M{at:.1f},{over:.1f}h0"
             is_down = y is not None
         parts.append(f'<path d="{path}" fill="none" stroke="{color}" stroke-width="1.5" stroke-linecap="round"/>')
@@ -70,16 +62,14 @@ def svg(rows: Sequence[Row], names: Sequence[str], width: int = 560, height: int
 
 
 def chart(rows: Sequence[Row], names: Sequence[str]) -> str | None:
-    """Returns the picture of `svg` as Markdown, ``![loss](data:image/svg+xml;base64,...)``; None like `svg`."""
+    """Returns the picture of `svg` as Markdown, ``![curves](data:image/svg+xml;base64,...)``; None like `svg`."""
     picture = svg(rows, names)
     if picture is None:
         return None
-    # Brackets in a name would end the image's text.
-    title = ", ".join(names[: len(COLORS)]).replace("[", "(").replace("]", ")")
-    return f"![{title}](data:image/svg+xml;base64,{base64.b64encode(encodable(picture).encode()).decode()})"
+    return f"![curves](data:image/svg+xml;base64,{base64.b64encode(encodable(picture).encode()).decode()})"
 
 
-def evenly(rows: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
+def evenly(rows: Sequence[T], limit: int) -> list[T]:
     """Returns at most ``limit`` (2 or more) of the rows, the first and the last among them."""
     if len(rows) <= limit:
         return list(rows)
@@ -91,24 +81,11 @@ def loss_names(rows: Sequence[Row]) -> list[str]:
     return [name for name in dict.fromkeys(name for row in rows for name in row) if "loss" in name.lower()]
 
 
-def share(value: float, low: float, high: float) -> float:
-    """Returns the position of a value between the lowest and the highest of a curve: 0.0 to 1.0.
-
-    Example:
-        >>> share(0.0, -1.7e308, 1.7e308)
-        0.5
-    """
-    # The difference of two floats may be no float; the difference of their halves always is.
-    span = high / 2 - low / 2
-    return (value / 2 - low / 2) / span if span else 0.0
-
-
 def _points(rows: Sequence[Row], name: str) -> list[tuple[float, float | None]]:
     """Returns a metric's values, each behind the number of its report; None for one that is not finite."""
     found = [
-        {"x": float(row.get("report", index)), "y": float(row[name]) if is_number(row[name]) else None}
+        (float(row.get("report", index)), float(row[name]) if is_number(row[name]) else None)
         for index, row in enumerate(rows)
-        if is_number(row.get(name)) or (isinstance(row.get(name), float) and not math.isfinite(row[name]))
+        if isinstance(row.get(name), float) or is_number(row.get(name))
     ]
-    points = [(point["x"], point["y"]) for point in evenly(found, CHART_POINTS)]
-    return points if sum(y is not None for _, y in points) > 1 else []
+    return evenly(found, CHART_POINTS) if sum(y is not None for _, y in found) > 1 else []

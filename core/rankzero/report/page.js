@@ -178,7 +178,7 @@
     }
     const facts = [["took", run.started ? seconds((run.ended || run.now) - run.started) : ""], ["attempts", run.attempt + 1], ["checkpoints", run.checkpoints.length]];
     if (run.result) facts.push(["result", bytes(run.result.size || 0)]);
-    for (const [name, value] of Object.entries(run.used)) facts.push([name, value]);
+    facts.push(["used", run.used]);
     for (const [name, value] of Object.entries(run.throughput)) facts.push([name.replaceAll("_", " "), number(value)]);
     for (const [name, value] of Object.entries(run.last).slice(0, 8)) facts.push([name, number(value)]);
     const tiles = add(page, "div", { class: "tiles" });
@@ -212,16 +212,11 @@
     const redraw = run.curves.map((curve) => chart(grid, curve.name, () => curve.ranks.map((one) => ({
       x: byTime ? one.t.map((at) => at - from) : one.s, y: one.v, other: one.rank !== 0, color: color(0), name: `rank ${one.rank}`,
     })), number, (at) => (byTime ? seconds(at) : `${run.steps || "report"} ${number(at)}`), (at) => (byTime ? seconds(at) : number(at))));
-    if (run.not_drawn.length) add(made, "p", { class: "note" }, `Not drawn: ${run.not_drawn.join(", ")}`);
   };
 
   const timeline = () => {
     if (!run.ranks.length) return;
     const made = section("Timeline");
-    if (run.straggler) {
-      const { rank, seconds: slow, usual } = run.straggler;
-      add(made, "p", { class: "warn" }, `Rank ${rank} is the straggler: ${seconds(slow)} between two reports, the others ${seconds(usual)}.`);
-    }
     const legend = add(made, "p", { class: "legend" });
     const phases = [["interpreter and torch", "--load"], ["waits for the others", "--meet"], ["training", "--train"], ["failed", "--bad"], ["checkpoint", "--good"], ["restart", "--warn"]];
     for (const [name, paint] of phases) {

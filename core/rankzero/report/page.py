@@ -1,7 +1,4 @@
-"""The report of a run: its facts as JSON, and one HTML file that draws them and needs no network.
-
-The facts are collected from the run directory, thinned out, without secrets.
-"""
+"""The report of a run: its facts as JSON, without secrets, and one HTML file that draws them and needs no network."""
 
 from __future__ import annotations
 
@@ -12,42 +9,36 @@ import html
 import json
 import math
 import pkgutil
+import re
 import time
 from typing import Any
 
 from rankzero import store
 from rankzero.errors import RunNotFoundError
 from rankzero.job import Job
-from rankzero.report.cost import usage
-from rankzero.report.summary import Summary
+from rankzero.report.summary import Summary, usage
 from rankzero.run.handle import RunHandle
+from rankzero.run.names import LINES
+from rankzero.run.output import parsed, tails
 from rankzero.run.reports import TOTALS, is_number
 from rankzero.run.status import RunStatus
 
-LOG_CHARACTERS = 2_000_000
-"""Characters of the lines of all ranks together that a report holds; of each rank the last ones."""
+TAIL = 8 << 20  # Bytes of the last lines of all ranks that are read
+LOG_CHARACTERS = 2_000_000  # Of the lines of all ranks together; of each rank the last ones are held
+LINE_CHARACTERS = 2_000  # A longer line is cut
+LOGGED_RANKS = 256  # The rank that failed and the lowest ones: a file has to be opened for each
 
-LINE_CHARACTERS = 2_000
-"""A longer line is cut."""
-
-LOGGED_RANKS = 256
-"""Ranks whose lines a report holds, the rank that failed and the lowest ones: a file has to be opened for each."""
-
+# Headers of every response.
 HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
-"""Headers of every response."""
-
-_HIDDEN = {"files", "queue_time", "engine", "owner", "labels", "prices", "identity", "identity_parts", "created"}
+_HIDDEN = {"files", "queue_time", "owner", "labels", "prices", "identity", "identity_parts", "created"}
 _HIDDEN |= {"format", "generation", "nonce", "submission", "first_attempt", "earlier"}
+_STATUS = ("state", "shown", "error", "started", "ended", "attempt", "result")
+_EMPTY: tuple[Any, ...] = (None, {}, [])
 _NO_RUN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 def run_of(location: str, name: str) -> RunHandle[Any]:
-    """Returns the run of a store by its id, without following it.
-
-    Raises:
-        RunNotFoundError: there is no such run.
-        ValueError: the name is no run id.
-    """
+    """Returns the run of a store by its id, without following it. Raises RunNotFoundError; ValueError for no run id."""
     if not name or "/" in name or "\\" in name or name.startswith("."):
         raise ValueError(f"{name!r} is no run id")
     return RunHandle.attach(store.join(location, name), follows=False)
@@ -56,36 +47,26 @@ def run_of(location: str, name: str) -> RunHandle[Any]:
 def collect(handle: RunHandle[Any]) -> dict[str, Any]:
     """Returns everything that the page shows of one run, as JSON. Reads neither values nor the data of checkpoints.
 
-    Raises:
-        RunNotFoundError: no run lives there, or what lies there was not written by rankzero.
+    Raises RunNotFoundError if no run lives there, or what lies there was not written by rankzero.
     """
     try:
-        job, status = handle.job, handle.status()
-        summary = Summary()
+        job, status, summary = handle.job, handle.status(), Summary()
         summary.read(handle, status)
+        config = {**vars(job), "engine": job.engine.get("kind"), "master": job.engine.get("master")}
+        config["driver"] = f"process {status.driver_pid} on {status.driver_host}" if status.driver_pid else None
         return {
             "id": handle.id,
             "directory": handle.directory,
-            "name": job.name,
-            "state": status.state,
-            "shown": status.shown,
-            "error": status.error,
-            "created": job.created,
-            "started": status.started,
-            "ended": status.ended,
             "now": time.time(),
-            "world": job.world,
-            "attempt": status.attempt,
-            "labels": job.labels,
-            "identity": job.identity,
+            **{name: getattr(job, name) for name in ("name", "created", "world", "labels", "identity")},
+            **{name: getattr(status, name) for name in _STATUS},
             "engine_url": status.engine_url if not status.final else None,
-            "result": status.result,
-            "used": used_of(job, status),
+            "used": usage(job, status, time.time()),
             "last": {name: value for name, value in status.metrics.items() if is_number(value) and name not in TOTALS},
-            "config": _config(job, status),
+            "config": {name: config[name] for name in config if name not in _HIDDEN and config[name] not in _EMPTY},
             **summary.facts(),
             "checkpoints": [
-                {"id": one.id, "metrics": one.metrics, "size": sum(map(_size, one.parts.values()))}
+                {"id": one.id, "metrics": one.metrics, "size": sum(part["size"] for part in one.parts.values())}
                 for one in handle.checkpoints()
             ],
             "logs": _logs(handle, job, status),
@@ -95,40 +76,21 @@ def collect(handle: RunHandle[Any]) -> dict[str, Any]:
         raise RunNotFoundError(f"{handle.directory} cannot be read as a run of rankzero ({what})") from error
 
 
-def used_of(job: Job, status: RunStatus) -> dict[str, str]:
-    """Returns the usage and estimated cost of a run for display, ``{"GPU-hours": "3.20"}``; empty before its start."""
-    found = usage(job, status, time.time())
-    if found is None:
-        return {}
-    amount, unit = found.amount.split()
-    return {f"{unit}ours": amount} | ({"estimated cost": found.price} if found.price else {})
-
-
-def _config(job: Job, status: RunStatus) -> dict[str, Any]:
-    shown = {name: value for name, value in vars(job).items() if name not in _HIDDEN and value not in (None, {}, [])}
-    place = {"engine": job.engine.get("kind"), "master": job.engine.get("master")}
-    driver = {"driver": f"process {status.driver_pid} on {status.driver_host}" if status.driver_pid else None}
-    return {name: value for name, value in {**place, **shown, **driver}.items() if value is not None}
-
-
-def _size(part: Any) -> int:
-    size = part.get("size")
-    return size if isinstance(size, int) else 0
-
-
 def _logs(handle: RunHandle[Any], job: Job, status: RunStatus) -> list[dict[str, Any]]:
     """Returns the last lines of the ranks, with their times in seconds since the submission, None for unknown ones."""
     failed = (status.error or {}).get("rank")
     ranks = sorted(range(job.num_processes), key=lambda rank: rank != failed)[:LOGGED_RANKS]
     room = max(LINE_CHARACTERS, LOG_CHARACTERS // max(1, len(ranks)))
+    stream = handle.stream(LINES, earlier=False)
+    has_skipped = stream.skip(stream.end(status), TAIL)
     return [
         {
             "rank": rank,
             "lines": [line.text[:LINE_CHARACTERS] for line in lines],
             "times": [None if line.time is None else round(line.time - job.created, 1) for line in lines],
-            "cut": is_cut,
+            "cut": is_cut or has_skipped,
         }
-        for rank, (lines, is_cut) in sorted(handle.output.tails(ranks, room, status).items())
+        for rank, (lines, is_cut) in sorted(tails(parsed(stream.new(status)), ranks, room).items())
         if lines
     ]
 
@@ -158,21 +120,18 @@ def render(run: dict[str, Any]) -> str:
 
 def document(title: str, body: str, policy: str = "") -> str:
     """Returns a page in the style of the report around HTML, which loads nothing and runs what ``policy`` allows."""
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; {policy}base-uri 'none'; form-action 'none'"
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<meta name="color-scheme" content="light dark">\n<title>{html.escape(title)} · rankzero</title>\n'
-        f'<style>{_part("page.css")}</style>\n</head>\n<body>\n<main id="page">\n{body}</main>\n</body>\n</html>\n'
-    )
+    parts = {
+        "{policy}": f"default-src 'none'; style-src 'unsafe-inline'; {policy}base-uri 'none'; form-action 'none'",
+        "{title}": html.escape(title),
+        "{style}": _part("page.css"),
+        "{body}": body,
+    }
+    return re.sub("|".join(map(re.escape, parts)), lambda found: parts[found[0]], _part("page.html"))
 
 
 @functools.cache
 def _part(name: str) -> str:
-    data = pkgutil.get_data(__name__, name)
-    assert data is not None
-    return data.decode()
+    return (pkgutil.get_data(__name__, name) or b"").decode()
 
 
 def plain(value: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import html
-import http
 import http.server
 import logging
 import re
@@ -17,34 +16,31 @@ from rankzero import store
 from rankzero.errors import InvalidJobError, RankZeroError
 from rankzero.report import page
 from rankzero.report.card import duration
+from rankzero.report.summary import usage
 from rankzero.run.listing import list_runs
 from rankzero.run.reports import is_number
 
-MAX_RUNS = 500
-"""Newest runs that the list of a store shows."""
-
-HOST = "127.0.0.1"
-"""The default address: only users who may log in to this machine can read what runs print."""
+MAX_RUNS = 500  # Newest runs that the list of a store shows
+HOST = "127.0.0.1"  # By default only users who may log in to this machine can read what runs print
 
 logger = logging.getLogger(__name__)
 
 
 def index(location: str) -> str:
     """Returns the page of a store: a table of its newest runs, each with a link to its report."""
-    found = sorted(list_runs(location), key=lambda one: -one.job.created)
-    heads = ("run", "state", "ranks", "submitted", "used", "metrics")
-    rows = [f"<tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>"]
+    found, now = sorted(list_runs(location), key=lambda one: -one.job.created), time.time()
+    rows = ["<th>run<th>state<th>ranks<th>submitted<th>used<th>metrics"]
     for one in found[:MAX_RUNS]:
         job, status = one.job, one.status
-        link = f'<a href="runs/{urllib.parse.quote(job.run_id)}">{html.escape(job.run_id)}</a>'
         metrics = [f"{name} {value:.5g}" for name, value in status.metrics.items() if is_number(value)][:4]
-        when = f"{duration(time.time() - job.created)} ago"
-        used = ", ".join(f"{value} {name}" for name, value in page.used_of(job, status).items())
-        cells = [link, *map(html.escape, (status.state, job.world, when, used, ", ".join(metrics)))]
-        rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
-    older = f"<p>{len(found) - MAX_RUNS} older runs: rankzero runs lists them.</p>" if len(found) > MAX_RUNS else ""
-    title = html.escape(location)
-    return page.document(location, f'<h1>{title}</h1>\n<div class="scroll"><table>{"".join(rows)}</table></div>{older}')
+        used = usage(job, status, now)
+        cells = [status.state, job.world, f"{duration(now - job.created)} ago", used, ", ".join(metrics)]
+        link = f'<a href="runs/{urllib.parse.quote(job.run_id)}">{html.escape(job.run_id)}</a>'
+        rows.append("".join(f"<td>{cell}" for cell in (link, *map(html.escape, cells))))
+    table = "".join(f"<tr>{row}</tr>" for row in rows)
+    return page.document(
+        location, f'<h1>{html.escape(location)}</h1>\n<div class="scroll"><table>{table}</table></div>'
+    )
 
 
 class ReportServer(http.server.ThreadingHTTPServer):
@@ -53,16 +49,8 @@ class ReportServer(http.server.ThreadingHTTPServer):
     Other users of this machine, and pages of other sites, can reach the address, too. So it responds only below a path
     that begins with a token, which cannot be guessed and stands in its URL.
 
-    Args:
-        location: Root of the run directories, a path or an fsspec URL.
-        port: 0 for any free one.
-        token: The first part of every path; None makes one up. A proxy with a login of its own passes requests on to
-            the path with a token that was chosen.
-        host: Address to listen on.
-
-    Raises:
-        InvalidJobError: the token is short, or has other characters than a path may have.
-        OSError: the port is taken.
+    A proxy with a login of its own passes requests on to the path with a token that was chosen. Raises InvalidJobError
+    for a token that is short or has other characters than a path may have, and OSError if the port is taken.
     """
 
     daemon_threads = True
@@ -85,31 +73,25 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         token, slash, path = urllib.parse.urlsplit(self.path).path.removeprefix("/").partition("/")
-        if not slash or not hmac.compare_digest(token.encode(), self.server.token.encode()):
-            return self._send(403, "text/plain", "open the address that `rankzero serve` printed")
         kind, _, name = urllib.parse.unquote(path).partition("/")
+        code, form = 404, "text/plain"
         try:
-            if kind not in ("", "runs") or (name and not kind):
-                raise ValueError("there is no such page")
-            text = page.draw(page.run_of(self.server.location, name)) if kind else index(self.server.location)
-            self._send(200, "text/html", text)
+            if not slash or not hmac.compare_digest(token.encode(), self.server.token.encode()):
+                code, text = 403, "open the address that `rankzero serve` printed"
+            elif kind not in ("", "runs") or (name and not kind):
+                text = "there is no such page"
+            else:
+                text = page.draw(page.run_of(self.server.location, name)) if kind else index(self.server.location)
+                code, form = 200, "text/html"
         except (RankZeroError, OSError, ValueError) as error:
-            self._send(404, "text/plain", str(error).partition("\n")[0])
-
-    do_HEAD = do_GET
-
-    def _send(self, code: int, kind: str, text: str) -> None:
+            text = str(error).partition("\n")[0]
         data = text.encode("utf-8", "replace")
         self.send_response(code)
-        for name, value in {
-            "Content-Type": f"{kind}; charset=utf-8",
-            "Content-Length": str(len(data)),
-            **page.HEADERS,
-        }.items():
+        for name, value in page.HEADERS.items():
             self.send_header(name, value)
+        self.send_header("Content-Type", f"{form}; charset=utf-8")
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
+        self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
         logger.debug(format, *args)

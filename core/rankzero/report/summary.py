@@ -1,70 +1,46 @@
-"""`Summary`: what happened in a run, from its events, one after the other, in bounded memory.
+"""`Summary`: what happened in a run, from its events, in bounded memory; and `usage`, what the run has cost.
 
 The page, the card of notebooks and the terminal's line show it. A `Curve` has few points, and looks like one with many.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-import statistics
+import os
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from rankzero.run.growing import Position
+from rankzero.errors import InvalidJobError
+from rankzero.job import Job
+from rankzero.run.growing import Stream
 from rankzero.run.handle import RunHandle
+from rankzero.run.names import EVENTS
+from rankzero.run.output import events_of
 from rankzero.run.reports import PROGRESS, STEP_NAMES, TOTALS, UNSHOWN, RowKeeper, is_number, throughput
 from rankzero.run.status import RunStatus
 
-MAX_METRICS = 60
-"""Curves that are kept; the names of the other metrics are listed."""
-
-MAX_NAMES = 1_000
-"""Names of metrics that are known at all."""
-
-MAX_MARKS = 500
-"""Checkpoints, failures, restarts and the like that are kept: the first half and the last."""
-
-RATE_ROWS = 32
-"""Newest reports of a rank from which its rate is computed, and by whose pauses a straggler is found."""
-
-TEXT = 2_000
-"""Characters of a text that are kept."""
-
-SLOWER = 1.2
-"""A rank that takes so many times as long between two reports as the median rank is named as the straggler."""
-
-REPORTS = "reports"
-"""The unit of a run whose reports count nothing."""
-
-COUNTED = frozenset({"report", *UNSHOWN, *PROGRESS, *TOTALS})
-"""Names in a row of reports that are counts or times and no results."""
-
-MAX_POINTS = 600
-"""Points of a curve of rank 0, and of a host's use: about one for each pixel."""
-
-POINTS_OF_OTHERS = 24_000
-"""Points of the curves of all other ranks together."""
-
+MAX_METRICS = 60  # Metrics that have curves
+MAX_MARKS = 500  # Checkpoints, failures, restarts and the like that are kept: the first half and the last
+MAX_POINTS = 600  # Points of a curve of rank 0, and of a host's use: about one for each pixel
+POINTS_OF_OTHERS = 24_000  # Over the number of curves: the points of the next curve of another rank
 LEAST_POINTS = 24
+RATE_ROWS = 32  # Newest reports of a rank from which its rate is computed
+TEXT = 2_000  # Characters of a text that are kept
+REPORTS = "reports"  # The unit of a run whose reports count nothing
 
+# Names in a row of reports that are counts or times and no results.
+_COUNTED = frozenset({"report", *UNSHOWN, *PROGRESS, *TOTALS})
 _MARKS = ("checkpoint", "failure", "restart", "waiting", "world", "bad-host", "engine", "state")
 _USAGE = ("cpu", "memory", "received", "sent")
 
-Point = tuple[float, float, float]
-"""Unix time, step, value; a value that is not finite is a gap of the curve."""
+Point = tuple[float, float, float]  # Unix time, step, value; a value that is not finite is a gap of the curve
 
 
-@dataclass(frozen=True)
-class RankProgress:
-    """The progress of one rank.
-
-    Attributes:
-        done: The number of units (`Summary.unit`) that are done.
-        rate: Units for each second; None before the second report.
-    """
+class RankProgress(NamedTuple):
+    """The progress of one rank: the units that are done, and those for each second (None before the second report)."""
 
     done: float
     rate: float | None
@@ -74,89 +50,69 @@ class Summary:
     """Reads each event of a training once."""
 
     def __init__(self) -> None:
-        self._position = Position()
+        self._stream: Stream | None = None
         self._attempt = 0
         self._keeper = RowKeeper()
         self._newest: dict[int, deque[dict[str, Any]]] = {}
-        self._num_reports: dict[int, int] = {}
-        self._names: dict[str, None] = {}
+        self._steps: set[str] = set()
         self._curves: dict[str, dict[int, Curve]] = {}
         self._timeline: dict[tuple[int, int], dict[str, Any]] = {}
         self._hosts: dict[str, tuple[dict[str, Any], dict[str, Curve]]] = {}
+        self._marks: list[dict[str, Any]] = []
         self.total: float | None = None
         """The units of the whole training, which ranks report as ``total_steps``, ``total_epochs`` and the like."""
-        self.marks: list[dict[str, Any]] = []
-        """Checkpoints, failures, restarts and similar events, oldest first."""
 
     def read(self, handle: RunHandle[Any], status: RunStatus) -> None:
         """Reads the new events of a run, always of the same one, with its status that was just read. Raises OSError."""
-        before = None
-        while self._position != before:
-            before = self._position
-            events, self._position = handle.output.read_events(before, None if status.final else status)
-            for event in events:
-                self.add(event)
+        self._stream = self._stream or handle.stream(EVENTS)
+        for event in events_of(self._stream.new(status)):
+            self.add(event)
 
     def add(self, event: object) -> None:
         """Takes the next event; one that is none is left out."""
         if not (isinstance(event, dict) and is_number(event.get("time")) and isinstance(event.get("type"), str)):
             return
-        kind = event["type"]
+        kind, rank = event["type"], event.get("rank")
         if kind == "state" and isinstance(event.get("attempt"), int):
             self._attempt = event["attempt"]
             self._keeper.add(event)
             if event.get("state") == "starting":
                 # Each rank of the next attempt counts from its own start, and there may be fewer ranks.
                 self._newest, self.total = {}, None
-        if kind == "metric":
-            self._add_report(event)
-        elif kind == "usage":
+        if kind == "metric" and isinstance(rank, int) and isinstance(event.get("metrics"), dict):
+            self._add_report(event, rank, event["metrics"])
+        if kind == "usage":
             self._add_usage(event)
-        if kind in ("entered", "returned", "failure", "metric"):
-            self._add_phase(kind, event)
+        if kind in ("entered", "returned", "failure", "metric") and isinstance(rank, int):
+            self._add_phase(kind, event, rank)
         if kind in _MARKS:
-            texts = {
-                "checkpoint": f"checkpoint {event.get('id')}",
-                "state": f"attempt {event.get('attempt')} is {event.get('state')}",
-            }
-            text = texts.get(kind, str(event.get("what", kind)))
-            self.marks.append({"type": kind, "time": event["time"], "rank": event.get("rank"), "text": text[:TEXT]})
-            if len(self.marks) > MAX_MARKS:
-                del self.marks[MAX_MARKS // 2]
+            text = f"attempt {event.get('attempt')} is {event.get('state')}" if kind == "state" else event.get("what")
+            text = text or " ".join(str(event[name]) for name in ("type", "id") if name in event)
+            self._marks.append({"type": kind, "time": event["time"], "rank": rank, "text": str(text)[:TEXT]})
+            if len(self._marks) > MAX_MARKS:
+                del self._marks[MAX_MARKS // 2]
 
-    def _add_report(self, event: Mapping[str, Any]) -> None:
-        rank, metrics = event.get("rank"), event.get("metrics")
-        if not isinstance(rank, int) or not isinstance(metrics, dict):
-            return
+    def _add_report(self, event: Mapping[str, Any], rank: int, metrics: Mapping[str, Any]) -> None:
         self._keeper.add(event)
         newest = self._newest.setdefault(rank, deque(maxlen=RATE_ROWS))
+        before = newest[-1] if newest else {REPORTS: 0}
         # A count that is missing in this report keeps its value of an earlier one.
-        counted = {name: newest[-1][name] for name in PROGRESS if newest and name in newest[-1]}
-        counted |= {name: metrics[name] for name in PROGRESS if is_number(metrics.get(name))}
-        newest.append({**counted, "time": event["time"], REPORTS: newest[-1][REPORTS] + 1 if newest else 1})
-        number = self._num_reports[rank] = self._num_reports.get(rank, 0) + 1
-        for name, value in metrics.items():
-            if name in TOTALS:
-                if is_number(value) and name.removeprefix("total_") == self.unit:
-                    self.total = value
-            elif len(self._names) < MAX_NAMES:
-                self._names.setdefault(name, None)
+        counts = {name: metrics[name] for name in PROGRESS if is_number(metrics.get(name))}
+        newest.append({**before, **counts, "time": event["time"], REPORTS: before[REPORTS] + 1})
+        self._steps.update(name for name in STEP_NAMES if name in metrics)
         step = metrics.get(self.step_name)
-        at = float(step) if is_number(step) else float(number)
+        at = float(step) if is_number(step) else float(newest[-1][REPORTS])
         for name, value in metrics.items():
-            is_gap = isinstance(value, float) and not math.isfinite(value)
-            if (is_number(value) or is_gap) and name not in TOTALS and name not in STEP_NAMES and self._is_drawn(name):
-                curve = self._curves.setdefault(name, {}).setdefault(rank, Curve())
-                curve.add((event["time"], at, float(value)), self._limit(rank))
-
-    def _is_drawn(self, name: str) -> bool:
-        return name in self._curves or len(self._curves) < MAX_METRICS
-
-    def _limit(self, rank: int) -> int:
-        """Returns the most points of a curve of this rank."""
-        if rank == 0:
-            return MAX_POINTS
-        return max(LEAST_POINTS, min(MAX_POINTS, POINTS_OF_OTHERS // max(1, sum(map(len, self._curves.values())))))
+            if name in TOTALS and is_number(value) and name.removeprefix("total_") == self.unit:
+                self.total = value
+            is_value = is_number(value) or (isinstance(value, float) and not math.isfinite(value))
+            is_drawn = name in self._curves or len(self._curves) < MAX_METRICS
+            if is_value and is_drawn and name not in TOTALS and name not in STEP_NAMES:
+                curves = self._curves.setdefault(name, {})
+                if rank not in curves:
+                    share = POINTS_OF_OTHERS // sum(map(len, self._curves.values()), 1)
+                    curves[rank] = Curve(max(LEAST_POINTS, min(MAX_POINTS, share)) if rank else MAX_POINTS)
+                curves[rank].add((event["time"], at, float(value)))
 
     def _add_usage(self, event: Mapping[str, Any]) -> None:
         sizes, curves = self._hosts.setdefault(str(event.get("host"))[:TEXT], ({}, {}))
@@ -170,11 +126,11 @@ class Summary:
                 sizes["gpu_memory_total"] = gpu.get("memory_total")
         for name, value in values.items():
             if is_number(value):
-                curves.setdefault(name, Curve()).add((event["time"], 0.0, float(value)), MAX_POINTS)
+                curves.setdefault(name, Curve()).add((event["time"], 0.0, float(value)))
 
-    def _add_phase(self, kind: str, event: Mapping[str, Any]) -> None:
-        rank, attempt = event.get("rank"), event.get("attempt", self._attempt)
-        if not isinstance(rank, int) or not isinstance(attempt, int):
+    def _add_phase(self, kind: str, event: Mapping[str, Any], rank: int) -> None:
+        attempt = event.get("attempt", self._attempt)
+        if not isinstance(attempt, int):
             return
         if kind == "entered":
             facts = {name: event.get(name) for name in ("host", "started", "imported", "torch")}
@@ -183,12 +139,9 @@ class Summary:
         elif known := self._timeline.get((attempt, rank)):
             if kind == "metric":
                 known |= {"reported": event["time"], "reports": known["reports"] + 1}
-            elif kind == "returned":
-                known |= {"ended": event["time"], "outcome": "returned"}
             else:
-                known |= {"ended": event["time"], "outcome": "failed", "what": str(event.get("what"))[:TEXT]}
-
-    # -- progress --------------------------------------------------------------------------------
+                known |= {"ended": event["time"], "outcome": "returned" if kind == "returned" else "failed"}
+                known |= {"what": str(event["what"])[:TEXT]} if "what" in event else {}
 
     @property
     def _counts(self) -> str:
@@ -208,7 +161,7 @@ class Summary:
     @property
     def last(self) -> dict[str, Any]:
         """The last report of rank 0, without its counts."""
-        return {name: value for row in self.rows[-1:] for name, value in row.items() if name not in COUNTED}
+        return {name: value for row in self.rows[-1:] for name, value in row.items() if name not in _COUNTED}
 
     @property
     def ranks(self) -> dict[int, RankProgress]:
@@ -236,47 +189,27 @@ class Summary:
     @property
     def step_name(self) -> str:
         """The metric that is the steps; empty: reports are counted."""
-        return next((name for name in STEP_NAMES if name in self._names), "")
-
-    # -- what the page shows ---------------------------------------------------------------------
+        return next((name for name in STEP_NAMES if name in self._steps), "")
 
     def facts(self) -> dict[str, Any]:
         """Returns, as JSON, progress, curves, timeline, marks and the usage of hosts."""
         slowest = self.slowest
         progress = {"total": self.total, "unit": self.unit, "seconds_left": self.seconds_left}
-        undrawn = (name for name in self._names if name not in (*self._curves, *STEP_NAMES))
         return {
             "progress": slowest and {"done": slowest.done, **progress},
             "throughput": throughput(self.rows),
             "steps": self.step_name or None,
             "curves": [
-                {
-                    "name": name,
-                    "ranks": [{"rank": rank, **ranks[rank].columns(self._limit(rank))} for rank in sorted(ranks)],
-                }
+                {"name": name, "ranks": [{"rank": rank, **ranks[rank].columns()} for rank in sorted(ranks)]}
                 for name, ranks in self._curves.items()
             ],
-            "not_drawn": [name for name in undrawn if not self._is_drawn(name)],
             "ranks": [self._timeline[key] for key in sorted(self._timeline)],
-            "straggler": self._straggler(),
-            "marks": self.marks,
+            "marks": self._marks,
             "hosts": [
-                {"host": host, **sizes, "columns": {name: curve.columns(MAX_POINTS) for name, curve in curves.items()}}
+                {"host": host, **sizes, "columns": {name: curve.columns() for name, curve in curves.items()}}
                 for host, (sizes, curves) in sorted(self._hosts.items())
             ],
         }
-
-    def _straggler(self) -> dict[str, Any] | None:
-        """Returns the rank whose newest reports are furthest apart, if it stands out from the others."""
-        gaps = {}
-        for rank, rows in self._newest.items():
-            if len(rows) > 2:
-                gaps[rank] = statistics.median(late["time"] - early["time"] for early, late in itertools.pairwise(rows))
-        slowest = max(gaps, key=lambda rank: gaps[rank], default=None)
-        others = [gap for rank, gap in gaps.items() if rank != slowest]
-        if slowest is None or not others or not 0 < SLOWER * statistics.median(others) <= gaps[slowest]:
-            return None
-        return {"rank": slowest, "seconds": gaps[slowest], "usual": statistics.median(others)}
 
 
 def thin(points: Sequence[Point], limit: int) -> list[Point]:
@@ -287,40 +220,64 @@ def thin(points: Sequence[Point], limit: int) -> list[Point]:
     """
     if len(points) <= limit:
         return list(points)
-    inner, stretches = points[1:-1], (limit - 2) // 2
-    kept = [points[0]]
-    for index in range(stretches):
-        stretch = inner[index * len(inner) // stretches : (index + 1) * len(inner) // stretches]
-        finite = [point for point in stretch if math.isfinite(point[2])] or stretch[:1]
+    kept, stretches = [points[0]], (limit - 2) // 2
+    bounds = [1 + index * (len(points) - 2) // stretches for index in range(stretches + 1)]
+    for first, behind in itertools.pairwise(bounds):
+        finite = [point for point in points[first:behind] if math.isfinite(point[2])] or points[first : first + 1]
         # Both are points of the stretch, so their order in time is that of their steps' places.
-        kept += sorted({min(finite, key=_value), max(finite, key=_value)})
+        kept += sorted({choose(finite, key=lambda point: point[2]) for choose in (min, max)})
     return [*kept, points[-1]]
 
 
 class Curve:
     """A curve that grows, and never takes more memory than twice its limit of points."""
 
-    def __init__(self) -> None:
-        self.points: list[Point] = []
+    def __init__(self, limit: int = MAX_POINTS) -> None:
+        self._limit = limit
+        self._points: list[Point] = []
 
-    def add(self, point: Point, limit: int) -> None:
-        """Adds the newest point; of the older ones at most ``limit`` stay."""
-        self.points.append(point)
-        if len(self.points) > 2 * limit:
-            self.points = thin(self.points, limit)
+    def add(self, point: Point) -> None:
+        """Adds the newest point; of the older ones at most the limit stay."""
+        self._points.append(point)
+        if len(self._points) > 2 * self._limit:
+            self._points = thin(self._points, self._limit)
 
-    def columns(self, limit: int) -> dict[str, list[Any]]:
-        """Returns times, steps and values of at most ``limit`` points; the value of a gap is None."""
-        times, steps, values = zip(*thin(self.points, limit), strict=True)
-        return {"t": [round(when, 3) for when in times], "s": list(steps), "v": [*map(_shown, values)]}
-
-
-def _value(point: Point) -> float:
-    return point[2]
+    def columns(self) -> dict[str, list[Any]]:
+        """Returns times, steps and values of the points; the value of a gap is None."""
+        times, steps, values = zip(*thin(self._points, self._limit), strict=True)
+        # Six digits, and all those of an integer.
+        shown = [value if not value % 1 else float(f"{value:.6g}") if value % 1 > 0 else None for value in values]
+        return {"t": [round(when, 3) for when in times], "s": list(steps), "v": shown}
 
 
-def _shown(value: float) -> float | None:
-    """Returns a value with six digits, and an integer with all; None for one that is not finite."""
-    if not math.isfinite(value):
-        return None
-    return value if value.is_integer() else float(f"{value:.6g}")
+def usage(job: Job, status: RunStatus, now: float) -> str:
+    """Returns what the last submission has used until a Unix time, such as ``3.2 GPU-hours, about 7.97 EUR``.
+
+    A rank counts from the launch of its attempt until the end of the attempt, since no other job can use its slot; one
+    without ``cpus_per_process`` counts as one core. Returns an empty text before the run had a slot.
+    """
+    seconds = status.held_seconds
+    if status.held_since is not None:
+        # A driver that has died is known to have lived until its last heartbeat.
+        until = (status.ended or status.heartbeat) if status.final else now
+        seconds += (status.world_size or job.num_processes) * max(0.0, until - status.held_since)
+    hours = seconds / 3600 * (1 if job.use_gpu else job.cpus_per_process or 1)
+    price = job.prices.get("gpu" if job.use_gpu else "core")
+    cost = f", about {hours * price:.3g} {job.prices.get('currency', '')}".rstrip() if is_number(price) else ""
+    return f"{hours:.3g} {'GPU' if job.use_gpu else 'core'}-hours{cost}" if seconds else ""
+
+
+def prices_from_environment() -> dict[str, Any]:
+    """Returns the prices of an hour in ``RANKZERO_PRICES``, such as ``gpu=2.49,core=0.04,currency=EUR``.
+
+    Raises InvalidJobError for other text.
+    """
+    prices: dict[str, Any] = {}
+    for pair in filter(None, map(str.strip, os.environ.get("RANKZERO_PRICES", "").split(","))):
+        name, _, value = (part.strip() for part in pair.partition("="))
+        with contextlib.suppress(ValueError):
+            prices[name] = value if name == "currency" else float(value)
+        is_price = name in ("gpu", "core") and is_number(prices.get(name)) and prices[name] >= 0
+        if not (is_price or (name == "currency" and value)):
+            raise InvalidJobError(f"RANKZERO_PRICES has {pair!r}; write it like gpu=2.49,core=0.04,currency=EUR")
+    return prices

@@ -3,13 +3,11 @@
     checkpoints/0000-000003/rank-0.torch           one file for each rank that saved a part
     checkpoints/0000-000003/pieces.jsonl           indexes of the parts of a sharded state, a line for each rank
     checkpoints/0000-000003/checkpoint.json        written last, which commits the checkpoint
-
     checkpoints/0000-000003/damaged                if a rank has found another checksum in a part than the manifest has
 
-A folder's name consists of attempt and number, so no two attempts write the same file. A submission that resumes a
-training reads the checkpoints of the submissions before it where they are. A folder that has files of these names, but
-no ``checkpoint.json``, is not a checkpoint and is removed. Everything else in ``checkpoints/`` belongs to the user: it
-is neither read nor removed. A copy of a checkpoint under another name is not a checkpoint either.
+A folder's name consists of attempt and number, so no two attempts write the same file. A folder that has only files of
+these names, but no ``checkpoint.json``, is not a checkpoint and is removed. Everything else in ``checkpoints/``, also a
+copy of a checkpoint under another name, belongs to the user: it is neither read nor removed.
 """
 
 from __future__ import annotations
@@ -34,68 +32,36 @@ PIECES = "pieces.jsonl"
 FOLDER = "checkpoints"
 DAMAGED = "damaged"
 
-_NAME = re.compile(r"([0-9]{4}|[1-9][0-9]{4,})-([0-9]{6}|[1-9][0-9]{6,})")
-"""Name of a checkpoint's folder."""
-
-_BEGUN = re.compile(r"([0-9]+)/_begun-[^/]+-[0-9]+-([0-9]+)")
-"""Path of a file of `begun_file` in the folder of tables."""
-
-_FILE = re.compile(rf"rank-[0-9]+\.[a-z.]+|{re.escape(PIECES)}|{DAMAGED}")
-"""Name of a file in a folder that is not committed."""
+_NAME = re.compile(r"([0-9]{4}|[1-9][0-9]{4,})-([0-9]{6}|[1-9][0-9]{6,})")  # Of a checkpoint's folder
+_BEGUN = re.compile(r"([0-9]+)/_begun-[^/]+-[0-9]+-([0-9]+)")  # Path of a `begun_file` in the folder of tables
+_FILE = re.compile(rf"rank-[0-9]+\.[a-z.]+|{re.escape(PIECES)}|{DAMAGED}")  # In a folder that is not committed
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Describes a committed checkpoint.
+    """Describes a committed checkpoint."""
 
-    Attributes:
-        id: Name of the folder, made of attempt and number.
-        attempt: Number of the attempt that wrote the checkpoint.
-        index: Number of the checkpoint within that attempt, from 0.
-        time: Unix time of rank 0's report.
-        metrics: Metrics that rank 0 reported with the checkpoint.
-        world_size: Number of ranks of the attempt that wrote it. `rankzero.train.Checkpoint` describes how an attempt
-            with another number of ranks loads it.
-        sharded: True if every rank saved its own part; False if rank 0's part is the whole checkpoint.
-        parts: ``file``, ``format``, ``size`` and ``sha256`` of each part, by rank as text, since keys in JSON are text.
-        has_result: True if rank 0 had set the value of the run before the checkpoint: `rankzero.train.set_result`.
-        place: The folder of the submission that wrote it, which its file does not contain.
-    """
-
-    id: str
-    attempt: int
-    index: int
-    time: float
-    metrics: dict[str, Any]
-    world_size: int
-    sharded: bool
+    id: str  # Name of the folder, made of attempt and number
+    attempt: int  # Number of the attempt that wrote the checkpoint
+    index: int  # Number of the checkpoint within that attempt
+    time: float  # Unix time of rank 0's report
+    metrics: dict[str, Any]  # Metrics that rank 0 reported with the checkpoint
+    world_size: int  # Number of ranks of the attempt that wrote it
+    sharded: bool  # True if every rank saved its own part; False if rank 0's part is the whole checkpoint
+    # ``file``, ``format``, ``size`` and ``sha256`` of each part, by rank as text, since keys in JSON are text
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    has_result: bool = False
-    place: str = ""
+    has_result: bool = False  # True if rank 0 had set the value of the run before: `rankzero.train.set_result`
+    place: str = ""  # The folder of the submission that wrote it, which its file does not contain
 
     @classmethod
     def of_parts(cls, place: str, attempt: int, world_size: int, parts: Mapping[int, Mapping[str, Any]]) -> Manifest:
-        """Returns the manifest of the parts that the ranks of an attempt have written.
-
-        Args:
-            place: The folder of the submission.
-            attempt: Number of the attempt.
-            world_size: Number of ranks of the attempt.
-            parts: The description of each part that its `CheckpointWriter` sent, by rank.
-        """
-        lead = parts[min(parts)]
+        """Returns the manifest of the parts that the ranks of an attempt have written and described, by rank."""
+        lead, kept = parts[min(parts)], ("file", "format", "size", "sha256")
         return cls(
-            id=lead["id"],
+            **{name: lead[name] for name in ("id", "index", "time", "metrics", "sharded")},
             attempt=attempt,
-            index=lead["index"],
-            time=lead["time"],
-            metrics=lead["metrics"],
             world_size=world_size,
-            sharded=lead["sharded"],
-            parts={
-                str(rank): {key: part[key] for key in ("file", "format", "size", "sha256")}
-                for rank, part in sorted(parts.items())
-            },
+            parts={str(rank): {key: part[key] for key in kept} for rank, part in sorted(parts.items())},
             has_result=lead.get("has_result", False),
             place=place,
         )
@@ -112,40 +78,32 @@ class Manifest:
     def for_ranks(self, ranks: Iterable[int]) -> dict[str, Any]:
         """Returns the part of the manifest that the ranks of one task need, as plain JSON values.
 
-        It has the parts of these ranks and of rank 0, and the formats of all parts. With all parts in
-        each message, a world of 1,024 ranks would send half a gigabyte. A rank that needs others reads `MANIFEST`.
+        With all parts in each message, a world of 1,024 ranks would send half a gigabyte. It has the parts of these
+        ranks and of rank 0, and the formats of all. A rank that needs others reads `MANIFEST`.
         """
         wanted = {"0", *map(str, ranks)}
         formats = sorted({part["format"] for part in self.parts.values()})
         parts = {rank: part for rank, part in self.parts.items() if rank in wanted}
-        return {
-            **{name: value for name, value in vars(self).items() if name != "parts"},
-            "parts": parts,
-            "formats": formats,
-        }
+        return {**vars(self), "parts": parts, "formats": formats}
 
 
 def list_committed(places: Iterable[str]) -> list[Manifest]:
-    """Returns the committed checkpoints of a training, oldest first.
+    """Returns the committed checkpoints in the folders of a training's submissions, oldest first.
 
-    Args:
-        places: The folders of its submissions, the first one first.
-
-    Raises:
-        OSError: the store cannot be read (or an error of its fsspec driver).
+    Like the other functions here, it raises OSError, or an error of its fsspec driver, if the store cannot be read.
     """
     return [manifest for place in places for manifest in read_manifests(place, list_folders(place))]
 
 
 def list_folders(place: str) -> list[str]:
-    """Returns the names of the folders of checkpoints, committed or not, oldest first. Raises like `list_committed`."""
+    """Returns the names of the folders of checkpoints, committed or not, oldest first."""
     # By number: the text "0000-1000000" is less than "0000-999999".
     found = [match for name in store.list_names(store.join(place, FOLDER)) if (match := _NAME.fullmatch(name))]
     return [match[0] for match in sorted(found, key=lambda match: (int(match[1]), int(match[2])))]
 
 
 def read_manifests(place: str, names: list[str]) -> list[Manifest]:
-    """Returns the manifests of the named folders that are committed, in this order. Raises like `list_committed`."""
+    """Returns the manifests of the named folders that are committed, in this order."""
     found = []
     for name in names:
         # These errors mean that the checkpoint is not committed. Any other error comes from the store.
@@ -158,11 +116,7 @@ def read_manifests(place: str, names: list[str]) -> list[Manifest]:
 
 
 def remove_uncommitted(place: str, name: str) -> None:
-    """Removes a folder of a checkpoint that is not committed, unless it has files that rankzero does not write.
-
-    Raises:
-        OSError: the store cannot be listed (or an error of its fsspec driver).
-    """
+    """Removes a folder of a checkpoint that is not committed, unless it has files that rankzero does not write."""
     with contextlib.suppress(NotADirectoryError):
         folder = store.join(place, FOLDER, name)
         if all(_FILE.fullmatch(file) or store.is_unfinished(file) for file in store.list_names(folder)):
@@ -170,16 +124,10 @@ def remove_uncommitted(place: str, name: str) -> None:
 
 
 def up_to_whole(committed: list[Manifest]) -> list[Manifest]:
-    """Returns the checkpoints up to the newest one that has all its files. The log names the newer ones.
+    """Returns the checkpoints (oldest first) up to the newest one that has all its files. The log names the newer ones.
 
-    A commit syncs all files before the manifest. But a disk may lose what it has reported as written, and a user may
-    remove a file. Only sizes are compared, since ranks compare the checksums of what they load; see `mark_damaged`.
-
-    Args:
-        committed: Committed checkpoints, oldest first.
-
-    Raises:
-        OSError: the store cannot be read (or an error of its fsspec driver).
+    A disk may lose what it has reported as written, and a user may remove a file. Only sizes are compared, since ranks
+    compare the checksums of what they load; see `mark_damaged`.
     """
     for number in range(len(committed), 0, -1):
         manifest = committed[number - 1]
@@ -193,10 +141,7 @@ def up_to_whole(committed: list[Manifest]) -> list[Manifest]:
 def begun_file(table: str, rank: int, index: int) -> str:
     """Returns the name of the file, beside the tables of an attempt, by which a rank has begun to write rows.
 
-    Args:
-        table: Name of the table.
-        rank: The rank.
-        index: Number of checkpoints that the rank had reported before.
+    The index is the number of checkpoints that the rank had reported before.
     """
     return f"_begun-{table}-{rank:05d}-{index:06d}"
 
@@ -205,9 +150,6 @@ def without_rows(manifests: list[Manifest]) -> list[Manifest]:
     """Returns the checkpoints that no rows of their attempt precede.
 
     Rows end with their attempt, so an attempt that started from another checkpoint would lack some.
-
-    Raises:
-        OSError: the store cannot be read (or an error of its fsspec driver).
     """
     found: dict[int, int] = {}
     for place in {manifest.place for manifest in manifests}:
@@ -219,21 +161,12 @@ def without_rows(manifests: list[Manifest]) -> list[Manifest]:
 
 
 def mark_damaged(folder: str) -> None:
-    """Marks a checkpoint as one from which no attempt may start, since a rank has found a wrong checksum in it.
-
-    Raises:
-        OSError: the store cannot be written to (or an error of its fsspec driver).
-    """
+    """Marks a checkpoint as one from which no attempt may start, since a rank has found a wrong checksum in it."""
     store.write_bytes(store.join(folder, DAMAGED), b"", durable=True)
 
 
 def damage_of(folder: str, parts: Iterable[Mapping[str, Any]]) -> str | None:
-    """Returns which file of a checkpoint is missing, has another size or a wrong checksum; None if none is known to.
-
-    Args:
-        folder: Path or URL of the checkpoint.
-        parts: ``file`` and ``size`` of each part.
-    """
+    """Returns which of a checkpoint's parts is missing, has another size or a wrong checksum; None if none is known."""
     sizes = store.sizes(folder)
     if DAMAGED in sizes:
         return f"a rank has found a wrong checksum in {folder}"
@@ -244,7 +177,7 @@ def damage_of(folder: str, parts: Iterable[Mapping[str, Any]]) -> str | None:
 
 
 def remove(manifest: Manifest) -> None:
-    """Removes a committed checkpoint. Raises like `list_committed`."""
+    """Removes a committed checkpoint."""
     # The manifest is removed first, so that a checkpoint that is removed in part does not count as one.
     store.remove(store.join(manifest.folder, MANIFEST))
     store.remove(manifest.folder)
@@ -256,11 +189,8 @@ def to_remove(
     """Returns the checkpoints to remove of the committed ones (oldest first). Those named in ``in_use`` are kept."""
     if config.num_to_keep is None or not committed:
         return []
-    ranked = sorted(
-        committed,
-        key=lambda manifest: (score(manifest.metrics, config.metric, config.mode), manifest.attempt, manifest.index),
-        reverse=True,
-    )
+    key = lambda one: (score(one.metrics, config.metric, config.mode), one.attempt, one.index)  # noqa: E731
+    ranked = sorted(committed, key=key, reverse=True)
     kept = {manifest.id for manifest in ranked[: config.num_to_keep]} | {committed[-1].id, *in_use}
     return [manifest for manifest in committed if manifest.id not in kept]
 

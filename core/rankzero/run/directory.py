@@ -15,7 +15,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rankzero import bounds, store
@@ -23,12 +23,15 @@ from rankzero.errors import RunNotFoundError
 from rankzero.host.processes import this_process
 from rankzero.job import Job
 from rankzero.run.identity import Asked, Comparison, Identity, compare
-from rankzero.run.names import CLAIM, DATASETS, FOLDER, REPORT_FILE, SUBMISSIONS
+from rankzero.run.names import DATASETS, OF_SUBMISSION, REPORT_FILE, SUBMISSIONS
 from rankzero.run.status import RunStatus
 from rankzero.values.pickled import Part
 
 _job_from_json = functools.lru_cache(maxsize=4)(Job.from_json)
 """Parses a job. One launch reads the same text a dozen times."""
+
+_REMOVED = b'{"removed": true'
+"""The beginning of the file that takes the place of a job once the run is removed."""
 
 
 class RunDirectory:
@@ -49,24 +52,23 @@ class RunDirectory:
     def names(self) -> list[str]:
         """Returns the names of all jobs and folders of submissions."""
         with contextlib.suppress(NotADirectoryError):
-            return [name for name in store.list_names(self.path(SUBMISSIONS)) if _is_own(name)]
+            return [name for name in store.list_names(self.path(SUBMISSIONS)) if OF_SUBMISSION.fullmatch(name)]
         return []
+
+    def numbers(self) -> list[int]:
+        """Returns the numbers of the submissions, and of the removal of the run, in order."""
+        return sorted(int(name[: -len(".json")]) for name in self.names() if name.endswith(".json"))
 
     def newest(self) -> tuple[int, Job | None]:
         """Returns the number of the last submission, and its job, which is None behind a removal; -1 if there is none.
 
-        Raises:
-            RunNotFoundError: there is a job that this version of rankzero cannot read.
+        Raises RunNotFoundError for a job that this version of rankzero cannot read.
         """
         while (number := max(self.numbers(), default=-1)) >= 0:
-            # Removed meanwhile, with others perhaps.
+            # It may be removed meanwhile, perhaps with others.
             with contextlib.suppress(FileNotFoundError):
                 return number, self._read(number)
         return -1, None
-
-    def numbers(self) -> list[int]:
-        """Returns the numbers of the submissions, and of the removal of the run, in order."""
-        return sorted(int(found[1]) for name in self.names() if (found := CLAIM.fullmatch(name)))
 
     def _read(self, number: int) -> Job | None:
         data = store.read_bytes(self.job_path(number))
@@ -95,8 +97,7 @@ class RunDirectory:
     def claim(self, job: Job) -> bool:
         """Makes this job the last submission, after its files were written; False if its number is taken.
 
-        Raises:
-            OSError: the store cannot be written, or the folder of the submission was removed meanwhile.
+        Raises OSError if the store cannot be written, or the folder of the submission was removed meanwhile.
         """
         # Beside the submission's own files: what was removed and submitted again has no such folder.
         folder = Submission(self, job).directory
@@ -116,27 +117,25 @@ class RunDirectory:
         known = {SUBMISSIONS, REPORT_FILE}
         names = [name for name in store.list_names(self.directory) if not (name in known or store.is_unfinished(name))]
         below = [name for name in store.list_names(self.path(SUBMISSIONS)) if not store.is_unfinished(name)]
-        return names + [f"{SUBMISSIONS}/{name}" for name in below if not _is_own(name)]
+        return names + [f"{SUBMISSIONS}/{name}" for name in below if not OF_SUBMISSION.fullmatch(name)]
 
     def is_own(self) -> bool:
         """Returns True if rankzero has made this directory."""
         return bool(self.names())
 
 
-def _is_own(name: str) -> bool:
-    return CLAIM.fullmatch(name) is not None or FOLDER.fullmatch(name) is not None
+@dataclass(frozen=True)
+class Delivery:
+    """Records who has a result: until the acknowledgement, the next submission of the same training gets it."""
 
-
-_REMOVED = b'{"removed": true'
-"""The beginning of the file that takes the place of a job once the run is removed."""
+    receiver: dict[str, Any] = field(default_factory=dict)  # Identifies the receiver to its orchestrator; or empty
+    acknowledged: bool = False  # The receiver has stored the result durably
 
 
 class Submission:
-    """Reads and writes the files of one submission.
+    """Reads and writes the files of one submission. Methods raise OSError, or an error of the store's fsspec driver.
 
     Attributes:
-        run: The run directory.
-        job: The job of the submission.
         name: Name of its folder.
         directory: Path or URL of its folder.
         me: Identifies this object as the writer of `end`.
@@ -168,11 +167,11 @@ class Submission:
         return self.path(DATASETS, f"{name}-{secrets.token_hex(4)}")
 
     def make(self) -> None:
-        """Makes the folder of a submission that is being written. Raises OSError."""
+        """Makes the folder of a submission that is being written."""
         store.make_directory(self.directory)
 
     def write_files(self, files: Mapping[str, list[Part]]) -> None:
-        """Makes the folder and writes the files that a driver needs beside the job. Raises OSError."""
+        """Makes the folder and writes the files that a driver needs beside the job."""
         self.make()
         for folder in ("result", "checkpoints"):
             store.make_directory(self.path(folder))
@@ -184,13 +183,18 @@ class Submission:
         job = self.run.job_of(self.job.submission)
         return job is not None and job.nonce == self.job.nonce
 
+    def _find(self, name: str) -> bytes | None:
+        """Returns the bytes of a file, by one request to an object store; None if it does not exist."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return store.read_bytes(self.path(name))
+        return None
+
     # -- the driver ------------------------------------------------------------------------------
 
     def claim_driver(self, timeout: float = 0.0) -> bool:
         """Returns True to the first driver that claims this submission, and False to other drivers.
 
-        Args:
-            timeout: Seconds for which a store that fails is retried.
+        A store that fails is tried again for ``timeout`` seconds.
         """
         # The same bytes at each try: they show whether an earlier one was executed although it failed.
         text = json.dumps({"nonce": self.me, **this_process()}).encode()
@@ -208,20 +212,14 @@ class Submission:
         return store.read_bytes(self.path("driver")).decode()
 
     def record_starting(self, process: dict[str, Any]) -> None:
-        """Records the process that was started as the driver, for readers on this host. Raises OSError.
-
-        Args:
-            process: The process, as `rankzero.host.processes.describe_process` describes it.
-        """
+        """Records the process that was started as the driver (`describe_process`), for readers on this host."""
         if not self.is_remote:
             store.write_bytes(self.path("starting"), json.dumps(process).encode())
 
     def starting(self) -> dict[str, Any] | None:
-        """Returns the process that was started as the driver, or submits it; None if that is not recorded."""
-        if self.is_remote:
-            return None
+        """Returns the process that was started as the driver; None if that is not recorded."""
         with contextlib.suppress(OSError, ValueError):
-            found: dict[str, Any] = json.loads(store.read_bytes(self.path("starting")))
+            found: dict[str, Any] | None = None if self.is_remote else json.loads(self._find("starting") or b"null")
             return found
         return None
 
@@ -230,52 +228,33 @@ class Submission:
     def status(self) -> RunStatus:
         """Returns the last status that the driver has written; the end if there is no status.
 
-        Raises:
-            RunNotFoundError: the run was removed.
+        Raises RunNotFoundError if the run was removed.
         """
-        with contextlib.suppress(FileNotFoundError):
-            data = store.read_bytes(self.path("status.json"))
-            # A power failure may have emptied the file, and has also ended the driver.
-            if data.strip(b"\0"):
-                return RunStatus.from_json(data, self.path("status.json"))
-            return self.end() or replace(self._pending(), heartbeat=0.0)
+        data = self._find("status.json")
+        # A power failure may have emptied the file, and has also ended the driver.
+        if data and data.strip(b"\0"):
+            return RunStatus.from_json(data, self.path("status.json"))
         if end := self.end():
             return end
-        if self.is_there():
-            if self.run.numbers()[-1] == self.job.submission:
-                return self._pending()
-            raise RunNotFoundError(f"the files of a submission of {self.run.directory} were removed: {self.name}")
-        what = "the run in {} was removed, and another one was submitted under its name"
-        if self.run.job_of(self.job.submission) is None:
-            what = "no run lives in {}: it was removed"
-        raise RunNotFoundError(what.format(self.run.directory))
-
-    def _pending(self) -> RunStatus:
+        if data is None and not self.is_there():
+            raise RunNotFoundError(f"the run in {self.run.directory} was removed, and perhaps submitted again")
         job = self.job
-        status = RunStatus(attempt=job.first_attempt, heartbeat=job.created, queue_time=job.queue_time)
-        return replace(status, submission=job.submission, metrics=job.metrics)
+        status = RunStatus(attempt=job.first_attempt, queue_time=job.queue_time, submission=job.submission)
+        return replace(status, heartbeat=job.created if data is None else 0.0, metrics=job.metrics)
 
     def write_status(self, status: RunStatus) -> None:
         """Replaces the status, as the submission's driver alone may. A heartbeat is not worth an fsync."""
         store.write_bytes(self.path("status.json"), status.to_json(), durable=status.final)
 
     def end(self) -> RunStatus | None:
-        """Returns how the submission has ended, or is certain to; None before that. Makes one request to a store."""
-        try:
-            data = store.read_bytes(self.path("end.json"))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return RunStatus.from_json(data, self.path("end.json"))
+        """Returns how the submission has ended, or is certain to; None before that."""
+        data = self._find("end.json")
+        return None if data is None else RunStatus.from_json(data, self.path("end.json"))
 
     def finish(self, status: RunStatus) -> RunStatus:
         """Creates the end of the submission. Returns the end that counts, which is that of the first caller.
 
-        Args:
-            status: A final status.
-
-        Raises:
-            FileNotFoundError: the run was removed.
-            OSError: the store cannot be written.
+        Raises FileNotFoundError if the run was removed.
         """
         ended = replace(status, ended=status.ended or time.time(), ended_by=self.me)
         if not store.create(self.path("end.json"), ended.to_json(), durable=True):
@@ -286,35 +265,21 @@ class Submission:
         return ended
 
     def is_lost(self) -> bool:
-        """Returns True if another process has ended this submission, or the run was removed: its driver must stop.
-
-        Raises:
-            OSError: the store cannot be read (or an error of its fsspec driver).
-        """
+        """Returns True if another process has ended this submission, or the run was removed: its driver must stop."""
         if end := self.end():
             return end.ended_by != self.me
         return not (self.has_driver() if self._has_claimed else self.is_there())
 
-    # -- requests of followers -------------------------------------------------------------------
+    # -- followers -------------------------------------------------------------------------------
 
     def request_cancel(self, receiver: Mapping[str, Any] | None = None, reason: str = "") -> None:
-        """Stores a request to end the submission, which its driver polls for.
-
-        Args:
-            receiver: The orchestrator's try for which the end is requested; None if it is requested for all.
-            reason: The cause of the request, for the error of the run.
-        """
+        """Stores a request to end the submission, which its driver polls for: see `RunHandle.cancel`."""
         request = {"receiver": receiver or {}, "reason": reason}
         store.write_bytes(self.path("cancel"), json.dumps(request).encode())
 
     def cancel_request(self) -> dict[str, Any] | None:
-        """Returns ``receiver`` and ``reason`` of the request to end the submission; None if there is no request.
-
-        Makes one request to an object store.
-        """
-        try:
-            text = store.read_bytes(self.path("cancel"))
-        except FileNotFoundError:
+        """Returns ``receiver`` and ``reason`` of the request to end the submission; None if there is no request."""
+        if (text := self._find("cancel")) is None:
             return None
         with contextlib.suppress(ValueError, TypeError):
             return {"receiver": {}, "reason": "", **json.loads(text)}
@@ -327,13 +292,18 @@ class Submission:
 
     def lease(self) -> bytes:
         """Returns the lease that the last follower wrote; empty if no follower has."""
-        with contextlib.suppress(FileNotFoundError):
-            return store.read_bytes(self.path("lease"))
-        return b""
+        return self._find("lease") or b""
 
-    def lease_bound(self) -> float | None:
-        """Returns the seconds for which the last follower renewed the lease; None for the run's ``orphan_timeout``."""
-        return bound_of(self.lease())
+    def delivery(self) -> Delivery:
+        """Returns the delivery of the result, which is empty if the result was not offered."""
+        # A power failure may have emptied the file. The result is then delivered again.
+        with contextlib.suppress(ValueError, TypeError):
+            return Delivery(**json.loads(self._find("delivery") or b"{}"))
+        return Delivery()
+
+    def record_delivery(self, delivery: Delivery) -> None:
+        """Replaces the recorded delivery."""
+        store.write_bytes(self.path("delivery"), json.dumps(asdict(delivery)).encode())
 
 
 def bound_of(lease: bytes) -> float | None:
@@ -343,11 +313,6 @@ def bound_of(lease: bytes) -> float | None:
 
 
 def compare_job(job: Job, asked: Asked) -> Comparison:
-    """Compares the training of a submission with a requested training.
-
-    Args:
-        job: Job of the submission.
-        asked: The requested training.
-    """
+    """Compares the training of a submission with a requested training."""
     before = Identity.of(job.identity_parts)
     return compare(before, asked.identity, automatic=asked.repeats(job.generation))

@@ -2,124 +2,127 @@
 
 On a disk each is one file. An object store cannot append: there it is a folder of pieces, the last of which is
 rewritten while it is small. ``status.json`` records the end, so that readers do not request pieces that do not exist.
-A `Stream` is read through all submissions of a training, each of which has a growing file of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import IO
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, NamedTuple, Protocol, TypeVar
 
 from rankzero import store
+from rankzero.run.status import RunStatus
+
+T = TypeVar("T")
+
+READ = 4 << 20  # Bytes of lines that a reader reads in one access
+PIECE = 1 << 20  # Bytes after which the next piece begins: smaller ones make more objects, larger ones more uploads
 
 
-@dataclass(frozen=True, order=True)
-class Position:
-    """A position in a stream.
-
-    Attributes:
-        submission: Which submission of the training, from 0.
-        piece: The piece of its growing file; 0 on a disk.
-        offset: The offset in bytes.
-    """
+class Position(NamedTuple):
+    """A position in a stream: which of its submissions, which piece of the growing file, and its offset in bytes."""
 
     submission: int = 0
     piece: int = 0
     offset: int = 0
 
 
-READ = 4 << 20
-"""Bytes of lines that a reader reads in one access."""
+class Call(Protocol):
+    """A function that calls another one, which reads the store, and may repeat the call while the store fails."""
+
+    def __call__(self, read: Callable[[], T]) -> T:
+        """Returns the result of ``read``."""
 
 
 class Stream:
-    """The growing files of one name in the folders of a training's submissions, one after the other."""
+    """Reads the growing files of one name in the folders of submissions, the last of which alone may still grow.
 
-    def __init__(self, locations: Sequence[str]) -> None:
-        """Makes a stream; reading accesses the store.
+    `read` continues from its ``position``.
+    """
 
-        Args:
-            locations: The growing files, that of the last submission last. Earlier ones do not grow any more.
-        """
-        self._locations = locations
-        self.is_remote = store.is_url(locations[-1])
-        self.start = Position(len(locations) - 1)
-        """The beginning of the last submission's lines."""
+    def __init__(self, places: Sequence[str], name: str, call: Call) -> None:
+        """Prepares to read from the beginning, by functions that ``call`` calls, and reads nothing yet."""
+        self._name = name
+        self._locations = [store.join(place, name) for place in places]
+        self._read = _read_piece if store.is_url(places[-1]) else _read_file
+        self._call = call
+        self._is_torn = False
+        self.position = Position()
 
-    def end(self, written: Sequence[int] = ()) -> Position:
-        """Returns the current end.
+    def end(self, status: RunStatus) -> Position:
+        """Returns the current end, which a status that was just read has for an object store."""
+        last = len(self._locations) - 1
+        if self._read is _read_piece:
+            return Position(last, *status.written.get(self._name, ()))
+        return Position(last, offset=self._call(functools.partial(_size, self._locations[-1])))
 
-        Args:
-            written: On an object store, piece and offset of the end according to the status.
-        """
-        if self.is_remote:
-            return Position(self.start.submission, *written)
-        with contextlib.suppress(FileNotFoundError):
-            return replace(self.start, offset=store.size(self._locations[-1]))
-        return self.start
+    def read(self, end: Position | None = None) -> list[str]:
+        """Returns some complete lines, and moves the position behind them; no lines at the end.
 
-    def read(self, position: Position, end: Position | None = None) -> tuple[list[str], Position]:
-        """Returns some complete lines after ``position``, and the new position; no lines at the end.
-
-        Args:
-            position: The position from which to read.
-            end: The position at which to stop, which saves requests to an object store; None finds the end.
+        An end at which to stop saves requests to an object store.
         """
         while True:
-            location = self._locations[position.submission]
-            is_last = position.submission == self.start.submission
-            read = _read_piece if self.is_remote else _read_file
-            lines, position = read(location, position, end if is_last else None)
+            at = self.position
+            is_last = at.submission == len(self._locations) - 1
+            location, until = self._locations[at.submission], end if is_last else None
+            lines, self.position = self._call(functools.partial(self._read, location, at, until))
             if lines or is_last:
-                return lines, position
-            position = Position(position.submission + 1)
+                break
+            self.position = Position(at.submission + 1)
+        if self._is_torn and lines:
+            self._is_torn = False
+            return lines[1:] or self.read(end)
+        return lines
 
-    def begin_of_last(self, start: Position, end: Position, most: int) -> tuple[Position, int]:
-        """Returns the position of the last bytes between two positions, and the number of bytes before it.
+    def new(self, status: RunStatus | None = None) -> Iterator[str]:
+        """Yields the lines up to the end that a status shows, and moves the position.
 
-        Args:
-            start: The first of the two positions, in the last submission.
-            end: The second of the two positions.
-            most: The number of bytes to keep. Returns ``start`` and 0 if there are no more bytes than these.
+        Without a status it yields all. So does it with a final one: a driver that died may have written more.
         """
-        # On an object store the folder is listed if there is more than one piece between the two.
-        sizes = store.sizes(self._locations[-1]) if start.piece < end.piece else {}
-        parts = []
-        for piece in range(start.piece, end.piece + 1):
-            first = start.offset if piece == start.piece else 0
-            last = end.offset if piece == end.piece else sizes.get(f"{piece:08d}", 0)
-            parts.append((piece, first, max(first, last)))
-        skipped = before = sum(last - first for _, first, last in parts) - most
-        if before <= 0:
-            return start, 0
-        for piece, first, last in parts:
-            if skipped < last - first:
-                return replace(start, piece=piece, offset=first + skipped), before
-            skipped -= last - first
-        return end, before
+        end = None if status is None or status.final else self.end(status)
+        while lines := self.read(end):
+            yield from lines
+
+    def skip(self, end: Position, most: int) -> bool:
+        """Moves the position to about the last ``most`` bytes before an end; False if no more are left anyway.
+
+        The line within which they begin is left out. Of pieces before the last one, whole ones are read.
+        """
+        missing = max(0, most - end.offset)
+        piece = max(0, end.piece - -(-missing // PIECE))
+        offset = max(0, end.offset - most) if piece == end.piece else 0
+        target = Position(end.submission, piece, offset)
+        if target <= self.position:
+            return False
+        self.position, self._is_torn = target, offset > 0
+        return True
 
 
-def _read_file(path: str, position: Position, end: Position | None) -> tuple[list[str], Position]:
-    size = READ if end is None else min(READ, end.offset - position.offset)
+def _size(path: str) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return store.size(path)
+    return 0
+
+
+def _read_file(path: str, at: Position, end: Position | None) -> tuple[list[str], Position]:
+    size = READ if end is None else min(READ, end.offset - at.offset)
     if size <= 0:
-        return [], position
+        return [], at
     try:
         with open(path, "rb") as file:
-            file.seek(position.offset)
+            file.seek(at.offset)
             data = file.read(size)
             while data and b"\n" not in data and (more := file.read(READ)):
                 data += more
     except FileNotFoundError:
-        return [], position
+        return [], at
     whole = data.rfind(b"\n") + 1
-    return _lines(data[:whole]), replace(position, offset=position.offset + whole)
+    return _lines(data[:whole]), at._replace(offset=at.offset + whole)
 
 
-def _read_piece(location: str, position: Position, end: Position | None) -> tuple[list[str], Position]:
-    """Returns lines of one piece after ``position``, and the new position."""
-    at = position
+def _read_piece(location: str, start: Position, end: Position | None) -> tuple[list[str], Position]:
+    at = start
     while end is None or at < end:
         try:
             # Reads one known byte more, since a range that begins at the end of an object is an error.
@@ -127,14 +130,11 @@ def _read_piece(location: str, position: Position, end: Position | None) -> tupl
             data = store.read_from(path, offset - 1)[1:] if offset else store.read_bytes(path)
         except FileNotFoundError:
             break
-        following = replace(at, piece=at.piece + 1, offset=0)
-        has_next = end is None or at.piece < end.piece
         if data:
-            return _lines(data), following if end and has_next else replace(at, offset=offset + len(data))
-        if not has_next:
-            break
-        at = following
-    return [], position
+            return _lines(data), at._replace(offset=offset + len(data))
+        # The piece has no more lines, and is only complete if there is a next one.
+        at = at._replace(piece=at.piece + 1, offset=0)
+    return [], start
 
 
 def _lines(data: bytes) -> list[str]:
@@ -142,10 +142,7 @@ def _lines(data: bytes) -> list[str]:
 
 
 class Appender:
-    """Appends lines to a growing file on a disk, whose folder must exist.
-
-    A line that is incomplete, since the disk was full, is ended before the next one.
-    """
+    """Appends lines to a growing file on a disk, and ends one that is incomplete, since the disk was full, before."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -160,7 +157,7 @@ class Appender:
         rest = memoryview(b"\n" + data if self._torn else data)
         while rest:
             written = self._file.write(rest)
-            self._torn = rest[written - 1] != _NEWLINE if written else self._torn
+            self._torn = rest[written - 1] != ord("\n") if written else self._torn
             rest = rest[written:]
 
     def close(self) -> None:
@@ -169,24 +166,13 @@ class Appender:
             self._file.close()
 
 
-_NEWLINE = ord("\n")
-
-PIECE = 1 << 20
-"""Bytes after which the next piece begins. Smaller pieces make more objects, larger ones are uploaded more often."""
-
-WAITING_LIMIT = 64 << 20
-"""Most bytes of lines that wait in memory while the object store rejects them."""
+WAITING_LIMIT = 64 << 20  # Most bytes of lines that wait in memory while the object store rejects them
 
 
 class PieceWriter:
     """Appends lines to a growing file on an object store. One thread appends, and another one flushes."""
 
     def __init__(self, location: str) -> None:
-        """Makes a writer; `flush` accesses the store.
-
-        Args:
-            location: URL of the folder.
-        """
         self._location = location
         self._waiting: list[bytes] = []
         self._piece: int | None = None

@@ -12,30 +12,21 @@ from dataclasses import dataclass
 
 from rankzero.run.status import FINAL_STATES
 
-DIGITS = 16
-"""Number of digits of a checksum that is shown to people."""
+DIGITS = 16  # Number of digits of a checksum that is shown to people
+RESISTS = "?"  # Beginning of the checksum of an argument that cannot be compared, which has another one each time
+_MOST_NAMED = 5  # Most names of differing parts that a message lists
 
 TRAIN, NUM_PROCESSES, CODE_VERSION, SENT_CODE = "train", "num_processes", "code_version", "working_dir and py_files"
 ARGUMENT, MODULE, DATASET, VARIABLE = "argument ", "module ", "dataset ", "env "
 """Prefixes of the names of parts."""
 
-RESISTS = "?"
-"""Beginning of the checksum of an argument that cannot be compared, which has another one each time."""
-
-_MOST_NAMED = 5
-"""Most names of differing parts that a message lists."""
-
 
 @dataclass(frozen=True)
 class Identity:
-    """Identifies a training by the checksums of its parts, equal in every process.
+    """Identifies a training by the checksums of its parts, equal in every process."""
 
-    Attributes:
-        parts: Name and checksum of each part: the function or script (``train``), each argument, each of the user's
-            modules that the code imports, each dataset, and the number of ranks. ``code_version`` replaces the code.
-            Environment variables are parts that `compare` only names.
-    """
-
+    # Name and checksum of each part: the function or script, each argument, each of the user's modules that the code
+    # imports, each dataset, and the number of ranks; environment variables, which `compare` only names
     parts: tuple[tuple[str, str], ...]
 
     @classmethod
@@ -52,16 +43,10 @@ class Identity:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of comparing the training of a run with a requested training.
+    """Compares the training of a run with a requested training."""
 
-    Attributes:
-        differing: Names of the parts that differ, which make the two different trainings.
-        ignored: Names of parts that differ but are ignored: environment variables, and the code if an orchestrator
-            tries again by itself.
-    """
-
-    differing: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
+    differing: tuple[str, ...] = ()  # Names of the parts that differ, which make the two different trainings
+    ignored: tuple[str, ...] = ()  # Names of parts that differ and are ignored: variables, and code for a retry
 
     @property
     def same(self) -> bool:
@@ -71,17 +56,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request for a training, as far as it decides about an existing run.
-
-    Attributes:
-        identity: Identity of the requested training.
-        generation: Name of the chain of tries that the orchestrator starts by itself: `Job.generation`.
-        by_name: True if a run is continued because of its name alone, whatever it trained: `decide`.
-    """
+    """A request for a training, as far as it decides about an existing run."""
 
     identity: Identity
-    generation: str = ""
-    by_name: bool = False
+    generation: str = ""  # Name of the chain of tries that the orchestrator starts by itself: `Job.generation`
+    by_name: bool = False  # True if a run is continued because of its name alone, whatever it trained: `decide`
 
     def repeats(self, generation: str) -> bool:
         """Returns True if the orchestrator repeats a try of this generation by itself."""
@@ -93,11 +72,6 @@ def compare(before: Identity, now: Identity, *, automatic: bool = False) -> Comp
 
     If an orchestrator tries again by itself (``automatic``), only arguments, datasets and ranks count, since a
     deployment between two tries must not end a training. An argument that cannot be compared counts as unchanged then.
-
-    Example:
-        >>> before, now = Identity.of({"module a": "1", "train": "2"}), Identity.of({"module a": "3", "train": "2"})
-        >>> compare(before, now).same, compare(before, now, automatic=True).same
-        (False, True)
     """
     olds, news = dict(before.parts), dict(now.parts)
     names = [name for name in sorted(olds.keys() | news.keys()) if olds.get(name) != news.get(name)]
@@ -121,16 +95,12 @@ def describe(names: tuple[str, ...]) -> str:
 
 
 class Decision(enum.Enum):
-    """The action on an existing run, as each of its members says."""
+    """The action on an existing run."""
 
-    ATTACH = "attach"
-    """Follow the living run."""
-    DELIVER = "deliver"
-    """Deliver the result."""
-    RESUME = "resume"
-    """Wait for the end of the run if it is ending, and submit it again from its last checkpoint."""
-    FRESH = "fresh"
-    """End the run if it is living, and submit it again from scratch."""
+    ATTACH = "attach"  # Follow the living run
+    DELIVER = "deliver"  # Deliver the result
+    RESUME = "resume"  # Wait for the end of the run if it is ending, and submit it again from its last checkpoint
+    FRESH = "fresh"  # End the run if it is living, and submit it again from scratch
 
 
 def decide(
@@ -158,18 +128,7 @@ def decide(
     ended                     any other                              FRESH
     ========================  =====================================  ========
 
-    Args:
-        state: State of the run; ``"failed"`` if its driver died.
-        same_training: The requested training is that of the run (`compare`).
-        acknowledged: The result of the run was delivered, and the receiver has acknowledged it.
-        ending: The run is living and was asked to stop, or the process that owned it has exited.
-        same_generation: An orchestrator, and not a user, repeats a step that had succeeded.
-        by_name: The name of a run alone decides that it is continued, as in Ray Train.
-        automatic: An orchestrator tries again by itself what it has asked for.
-
-    Example:
-        >>> decide("failed", same_training=True, acknowledged=False)
-        <Decision.RESUME: 'resume'>
+    A run whose driver died has failed. It is ending if it was asked to stop, or the process that owned it has exited.
     """
     follows = same_training or automatic
     if state not in FINAL_STATES:

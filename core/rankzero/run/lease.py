@@ -1,14 +1,8 @@
-"""The lease of a run: the time for which it continues without a follower until the next try of its step.
-
-Functions compute it, and a follower extends it by a `Renewal`.
-"""
+"""The lease of a run: the time for which it continues without a follower until the next try of its step."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import time
-from collections.abc import Callable
 
 from rankzero.run.directory import Submission
 
@@ -21,16 +15,9 @@ LAST_LEASE = 60.0  # Seconds for which a run outlives its last try: longer than 
 
 
 def longest_delay(base: float, growth: float, bound: float = RETRY_DELAY_MAX) -> float:
-    """Returns the longest delay between two tries in seconds.
+    """Returns the longest delay between two tries in seconds, which grow from ``base``, each by a factor.
 
-    Args:
-        base: Seconds before the first retry.
-        growth: Factor by which the last delay is longer; may be infinite.
-        bound: Longest delay in seconds, if the delay grows.
-
-    Example:
-        >>> longest_delay(600, 4)
-        2400.0
+    If the delay grows, it has a bound.
     """
     return float(base if growth <= 1 else max(base, min(base * growth, bound) if base else 0.0))
 
@@ -57,46 +44,3 @@ def power(base: float, exponent: int) -> float:
 def interval_of(own: Submission, bound: float) -> float:
     """Returns the seconds between two renewals of a run that ends after ``bound`` seconds without a renewal."""
     return min(RENEWAL_INTERVAL_REMOTE if own.is_remote else RENEWAL_INTERVAL, bound / 4)
-
-
-class Renewal:
-    """Reports to a run's driver that the run is followed."""
-
-    def __init__(self, own: Callable[[], Submission]) -> None:
-        self._own = own
-        self._bound: float | None = None
-        self._interval: float | None = None
-        self._renewed = 0.0
-
-    @property
-    def interval(self) -> float:
-        """Seconds between two renewals; 0 if the run has no ``orphan_timeout``. Raises OSError on the first use."""
-        if self._interval is None:
-            bound = self._own().job.orphan_timeout
-            self._interval = 0.0 if bound is None else interval_of(self._own(), bound)
-        return self._interval
-
-    def renew(self) -> None:
-        """Renews the lease now, and keeps the bound that another follower gave it.
-
-        Raises:
-            OSError: the store cannot be read or written.
-        """
-        own = self._own()
-        bound = own.lease_bound() if self._bound is None else self._bound
-        own.renew_lease(bound)
-        if bound is not None:
-            self._interval = interval_of(own, bound)
-
-    def hold(self, bound: float) -> None:
-        """Makes the run end after ``bound`` seconds without a renewal, and renews the lease. Raises like `renew`."""
-        self._bound = bound
-        self.renew()
-
-    def renew_if_due(self) -> None:
-        """Renews the lease if the run has an ``orphan_timeout`` and the interval has passed."""
-        # A store that fails now must not end the follower.
-        with contextlib.suppress(Exception):
-            if self.interval and time.monotonic() - self._renewed > self.interval:
-                self._renewed = time.monotonic()
-                self.renew()

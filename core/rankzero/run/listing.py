@@ -2,56 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rankzero import store
 from rankzero.errors import RankZeroError, RunNotFoundError
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory, Submission
-from rankzero.run.observer import STORE_PATIENCE, Observer
+from rankzero.run.observer import Observer
 from rankzero.run.status import RunStatus
 
 T = TypeVar("T")
 
-LAST = "last"
-"""The name of the run that was submitted last."""
-
-UNKNOWN = "?"
-"""The state of a run that cannot be read; the table shows it in place of every unknown fact, too."""
+LAST = "last"  # The name of the run that was submitted last
+UNKNOWN = "?"  # The state of a run that cannot be read
+READERS = 16  # Runs of an object store that are read at the same time
+JOBS = 65536  # Most jobs that `list_runs` keeps, so that another listing reads only the status of a run
 
 _UNREADABLE = (RankZeroError, OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _NAMED = 5
 
-READERS = 16
-"""Runs of an object store that are read at the same time."""
-
-JOBS = 4096
-"""Most jobs that `list_runs` keeps in this process."""
-
 
 @dataclass(frozen=True)
 class Listed:
-    """Describes a run of a store.
-
-    Attributes:
-        directory: The run directory.
-        job: Job of the last submission.
-        status: Status of the run; its state is ``"failed"`` if the driver has died.
-        problem: Reason why the run cannot be read; job and status then have only its id and the state `UNKNOWN`.
-    """
+    """A run of a store. One that cannot be read has a problem, and of job and status only its id and `UNKNOWN`."""
 
     directory: str
-    job: Job
-    status: RunStatus
+    job: Job  # Of the last submission
+    status: RunStatus  # Its state is failed if the driver has died
     problem: str = ""
-
-
-_jobs: dict[str, Job] = {}
-"""Jobs by run directory. The job of a submission never changes, so another listing reads only its status."""
 
 
 def list_runs(location: str | os.PathLike[str]) -> Iterator[Listed]:
@@ -68,7 +51,7 @@ def list_runs(location: str | os.PathLike[str]) -> Iterator[Listed]:
         InvalidJobError: the store cannot hold runs.
     """
     root = store.normalize(location)
-    return (one for one in _each(root, names_of(root), _listed) if one)
+    return _each(root, names_of(root), _listed)
 
 
 def find_run(name: str) -> str:
@@ -87,8 +70,7 @@ def find_run(name: str) -> str:
     root = store.normalize(store.root_of(parent))
     names = names_of(root)
     if part == LAST:
-        created = (found for found in _each(root, names, _created) if found)
-        if newest := max(created, default=None):
+        if newest := max(_each(root, names, _created), default=None):
             return newest[1]
         raise RunNotFoundError(f"there is no run in {root}")
     found = [part] if part in names else [one for one in names if part in one]
@@ -101,82 +83,49 @@ def find_run(name: str) -> str:
 
 
 def names_of(root: str) -> list[str]:
-    """Returns the names of the directories in a store that may be runs.
-
-    Args:
-        root: The store, normalized.
-
-    Raises:
-        FileNotFoundError: there is no such store, or nothing has been stored there yet.
-    """
+    """Returns the names of the directories in a store that may be runs. Raises FileNotFoundError if it is not there."""
     names = [name for name in store.list_names(root) if not name.startswith(".")]
     if not names and (store.is_url(root) or not os.path.isdir(root)):
         raise FileNotFoundError(f"there is no store at {root}: no run was ever stored there, or its name is wrong")
     return names
 
 
-def _each(root: str, names: list[str], read: Callable[[str], T]) -> Iterator[T]:
-    """Yields what a function returns for each directory; on an object store several are read at the same time."""
+def _each(root: str, names: list[str], read: Callable[[str], T | None]) -> Iterator[T]:
+    """Yields what a function returns for each directory, unless that is None; on an object store several at a time."""
     directories = [store.join(root, name) for name in names]
     if not store.is_url(root):
-        yield from map(read, directories)
+        yield from (found for found in map(read, directories) if found)
         return
     with ThreadPoolExecutor(READERS) as readers:
-        yield from readers.map(read, directories)
+        yield from (found for found in readers.map(read, directories) if found)
 
 
 def _listed(directory: str) -> Listed | None:
     """Returns a run, or None for a directory that is no run's, or whose submission is not written yet."""
-    run = RunDirectory(directory)
+    run, names = RunDirectory(directory), list[str]()
     try:
-        # An object store may fail for a moment; a file that cannot be read stays so.
-        read = Observer(run.current, None).patiently if run.is_remote else _call
-        if not (numbers := read(run.numbers)):
+        names = run.names()
+        number = max((int(name.split(".")[0]) for name in names if "." in name), default=-1)
+        folders = tuple(name for name in names if name.startswith(f"{number}-"))
+        if not folders or not (job := _job(directory, number, folders)):
             return None
-        if listed := _judged(run, _jobs.get(directory), numbers[-1], read):
-            return listed
-        job = read(lambda: run.job_of(numbers[-1]))
-        if job and (directory in _jobs or len(_jobs) < JOBS):
-            _jobs[directory] = job
-        return _judged(run, job, numbers[-1], read)
+        own = Submission(run, job)
+        return Listed(run.directory, job, Observer(own).judged(own.status()))
     except _UNREADABLE as error:
-        return _unreadable(run, error)
+        try:
+            is_broken = run.find_job() is not None
+        except _UNREADABLE:
+            is_broken = bool(names)
+        name = run.directory.rsplit("/", 1)[-1]
+        job = Job(name, UNKNOWN, 0, 1, use_gpu=False, backend=None, timeout=None, start_timeout=0, engine={}, created=0)
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        return Listed(run.directory, job, RunStatus(state=UNKNOWN), problem) if is_broken else None
 
 
-def _judged(run: RunDirectory, job: Job | None, number: int, read: Callable[..., Any]) -> Listed | None:
-    if job is None or job.submission != number:
-        return None
-    own = Submission(run, job)
-    try:
-        status = read(own.status)
-    except RunNotFoundError:
-        if own.is_there():
-            raise
-        # It was removed, and submitted again under its name.
-        return None
-    return Listed(run.directory, job, Observer(lambda: own, None).judged(status, STORE_PATIENCE()))
-
-
-def _call(read: Callable[[], T]) -> T:
-    return read()
-
-
-def _unreadable(run: RunDirectory, error: Exception) -> Listed | None:
-    try:
-        is_broken = run.find_job() is not None
-    except _UNREADABLE:
-        is_broken = _is_own(run)
-    name = run.directory.rsplit("/", 1)[-1]
-    job = Job(name, UNKNOWN, 0, 1, use_gpu=False, backend=None, timeout=None, start_timeout=0, engine={}, created=0)
-    problem = f"{type(error).__name__}: {error}".splitlines()[0]
-    return Listed(run.directory, job, RunStatus(state=UNKNOWN), problem) if is_broken else None
-
-
-def _is_own(run: RunDirectory) -> bool:
-    try:
-        return run.is_own()
-    except _UNREADABLE:
-        return False
+@functools.lru_cache(JOBS)
+def _job(directory: str, number: int, _: tuple[str, ...]) -> Job | None:
+    """Returns a job, which never changes while the folders of its number stay the same."""
+    return RunDirectory(directory).job_of(number)
 
 
 def _created(directory: str) -> tuple[float, str] | None:

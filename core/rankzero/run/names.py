@@ -4,28 +4,13 @@ from __future__ import annotations
 
 import re
 
-SUBMISSIONS = "submissions"
-"""The folder of all submissions: ``N.json`` is the job of a submission, ``N-NONCE`` the folder of its files."""
+SUBMISSIONS = "submissions"  # The folder of all submissions
+OF_SUBMISSION = re.compile(r"([0-9]+)(?:\.json|-[0-9a-f]+)")  # The job there, which is its claim, and its folder
+REPORT_FILE = "report.html"  # The report, which shows the run in a browser, in the run directory itself
 
+# In the folder of a submission:
 EVENTS = "events.jsonl"
-
-LINES = "lines"
-"""The lines of all ranks, each as ``[rank] time text``."""
-
-DRIVER_LOG = "driver.log"
-"""The output of a driver with a process of its own, and of its JVM. An object store has none."""
-
-REPORT_FILE = "report.html"
-"""The report, which shows the run in a browser. It lies in the run directory itself."""
-
-DATASETS = "datasets"
-"""The folder of rows that Spark has computed for the ranks, with a folder for each dataset."""
-
-TABLES = "tables"
-"""The folder of rows that ranks have written, with a folder for each attempt."""
-
-CLAIM = re.compile(r"([0-9]+)\.json")
-"""Name of the file that is a submission's job, and its claim."""
-
-FOLDER = re.compile(r"([0-9]+)-[0-9a-f]+")
-"""Name of the folder of a submission's files."""
+LINES = "lines"  # The lines of all ranks, each as ``[rank] time text``
+DRIVER_LOG = "driver.log"  # The output of a driver with a process of its own, and of its JVM; not on an object store
+DATASETS = "datasets"  # The folder of rows that Spark has computed for the ranks, with a folder for each dataset
+TABLES = "tables"  # The folder of rows that ranks have written, with a folder for each attempt

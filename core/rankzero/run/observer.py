@@ -1,4 +1,4 @@
-"""`Observer` reads a submission's status from a store that may fail, and determines whether its driver lives.
+"""`Observer` reads the status of a run from a store that may fail, and determines whether its driver lives.
 
 Why its process decides before its heartbeat: docs/architecture.md#a-process-that-can-be-queried-is-queried.
 """
@@ -9,14 +9,13 @@ import contextlib
 import math
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from rankzero import bounds, store
-from rankzero.bounds import CLOCK_SKEW, DRIVER_DEAD_AFTER, DRIVER_STALE_AFTER, STORE_OUTAGE
+from rankzero.bounds import CLOCK_SKEW, DRIVER_DEAD_AFTER, STORE_OUTAGE
 from rankzero.errors import EngineError, RunCancelledError, RunNotFoundError
 from rankzero.host.processes import STOPPED, caught_signals, is_gone, process_namespace, process_state, thread_lives
 from rankzero.run.directory import Submission
@@ -26,31 +25,11 @@ from rankzero.run.status import RunStatus
 CANCEL = signal.SIGUSR1
 """Signal to a driver process that the end of its run was requested. The request is in the store, soon or already."""
 
-
-def _signal_driver(status: RunStatus) -> None:
-    """Sends `CANCEL` to a driver that is a process of this machine, since it polls the run directory seldom.
-
-    A driver that is a thread polls: the process is its caller's. So does one whose start is not known, as on macOS:
-    another process may have its id.
-    """
-    pid, start = status.driver_pid, status.driver_start
-    if pid is None or start is None or status.driver_thread or status.driver_namespace != process_namespace():
-        return
-    if not status.final and process_state(pid, start):
-        signal_cancel(pid)
-
-
-def signal_cancel(pid: int) -> None:
-    """Sends `CANCEL` to a driver process, but not while it is just starting and has no handler yet."""
-    if CANCEL in (caught_signals(pid) or ()):
-        with contextlib.suppress(OSError):
-            os.kill(pid, CANCEL)
-
-
-T = TypeVar("T")
-
 STORE_PATIENCE = bounds.scaled(15.0)  # For which a follower retries to read a store that fails
 DRIVER_LOG_TAIL = 15  # Last lines of a dead driver's log that the error shows
+_MISSED = 3  # Number of heartbeats that a driver may miss
+
+T = TypeVar("T")
 
 
 class OwnDriver(Protocol):
@@ -74,23 +53,28 @@ class OwnDriver(Protocol):
 
 
 class Observer:
-    """Observes one submission of a run for one process."""
+    """Observes one submission of a run for one process: `rankzero.RunHandle` without what a follower needs."""
 
-    def __init__(self, own: Callable[[], Submission], driver: OwnDriver | None) -> None:
-        """Makes an observer; `status` accesses the store.
-
-        Args:
-            own: Returns the submission; may raise RunNotFoundError.
-            driver: Its driver, if this process has started it.
-        """
-        self._own = own
+    def __init__(self, own: Submission, driver: OwnDriver | None = None) -> None:
+        """Makes an observer. Its methods access the store, and know the driver if this process has started it."""
+        self.own = own
         self._driver = driver
         self._pid = os.getpid()
-        self._heartbeat = HeartbeatWatch()
+        self._beat = self._beat_seen = self._blind_until = 0.0
         self._last: RunStatus | None = None
+        self._is_ending = False
 
-    def cancel(self, receiver: Mapping[str, Any] | None, reason: str) -> None:
-        """Requests the end of the run, as `RunHandle.cancel` describes."""
+    def cancel(self, receiver: Mapping[str, Any] | None = None, reason: str = "") -> None:
+        """Requests the end of the run; call `wait` for the end. Does nothing if the run has ended.
+
+        The request concerns only the submission that this handle was made for, and no later one.
+
+        Args:
+            receiver: The orchestrator's try whose end also ends the run, as in `offer`. Another try that follows the
+                run by then finds this in `cancelled_for`, and may submit the run again.
+            reason: The cause of the request, which the error of the run shows.
+        """
+        self._is_ending = True
         if self._driver and os.getpid() == self._pid:
             self._driver.cancel()
         if self._last:
@@ -100,100 +84,82 @@ class Observer:
         if status.final:
             return
         _signal_driver(status)
-        own = self._own()
-        own.request_cancel(receiver, reason)
-        if "deploy_mode" in own.job.engine and not own.has_driver():
+        self.own.request_cancel(receiver, reason)
+        if "deploy_mode" in self.own.job.engine and not self.own.has_driver():
             # A driver that the cluster starts later finds the end, and exits.
             error = RunCancelledError("the run was cancelled before its driver started", requested=True)
-            own.finish(replace(status, state="cancelled", error=error.to_json()))
+            self.own.finish(replace(status, state="cancelled", error=error.to_json()))
 
-    def _read(self) -> RunStatus:
-        self._last = self._own().status()
-        return self._last
-
-    def status(self, timeout: float) -> RunStatus:
-        """Returns the current status, from a store that may fail for ``timeout`` seconds.
+    def status(self) -> RunStatus:
+        """Returns the current state of the run.
 
         A run whose driver died is reported as failed, unless its end is recorded.
         """
-        return self.judged(self.patiently(self._read, timeout), timeout)
+        return self._status()
 
-    def judged(self, status: RunStatus, timeout: float) -> RunStatus:
-        """Returns a status that was just read; the status of a run whose driver died as `status` reports it."""
+    def _read(self) -> RunStatus:
+        self._last = self.own.status()
+        return self._last
+
+    def _status(self, at_most: float = math.inf) -> RunStatus:
+        return self.judged(self._patiently(self._read, at_most), at_most)
+
+    def judged(self, status: RunStatus, at_most: float = math.inf) -> RunStatus:
+        """Returns a status that was just read; that of a run whose driver died as `status` reports it."""
         if status.final or not self._driver_died(status):
             return status
         # The driver may have written in the meantime, or this machine may have slept, so the status is read again.
-        before, status = status, self.patiently(self._read, timeout)
+        before, status = status, self._patiently(self._read, at_most)
         if status.final or status.heartbeat != before.heartbeat:
             return status
-        if end := self.patiently(self._own().end, timeout):
+        if end := self._patiently(self.own.end, at_most):
             return end
         who = f"process {status.driver_pid} on {status.driver_host}" if status.driver_pid else "not started"
         died = "died without ending the run"
         if _process_state(status) in STOPPED:
             silence = f"it sent no heartbeat for {dead_after(status):.0f} s, and counts as dead"
             died = f"is stopped: {silence}. It has not ended the run"
-        text = f"the driver of run {self._own().job.run_id} ({who}) {died}, which was {status.shown}"
+        text = f"the driver of run {self.own.job.run_id} ({who}) {died}, which was {status.shown}"
         error = EngineError("\n".join([text, *self._driver_log_tail()]), code="RZ-2004")
         return replace(status, state="failed", error=error.to_json(), ended=status.heartbeat)
 
     def _driver_log_tail(self) -> list[str]:
         with contextlib.suppress(OSError):
-            own = self._own()
-            if own.is_remote:
+            if self.own.is_remote:
                 output = self._driver.last_output() if self._driver else b""
             else:
-                output = store.read_bytes(own.path(DRIVER_LOG))
+                output = store.read_bytes(self.own.path(DRIVER_LOG))
             return [f"  {line}" for line in output.decode("utf-8", "replace").splitlines()[-DRIVER_LOG_TAIL:]]
         return []
 
-    @property
-    def store_timeout(self) -> float:
-        """Seconds for which a store may fail: longer for the owner of a living driver, whose error ends the run."""
-        owns = self._driver is not None and self._driver.poll() is None
-        return STORE_OUTAGE() if owns else STORE_PATIENCE()
+    def _patiently(self, read: Callable[[], T], at_most: float = math.inf) -> T:
+        """Reads a store that may fail for a while: longer for the owner of a living driver, whose error ends the run.
 
-    def patiently(self, read: Callable[[], T], timeout: float | None = None) -> T:
-        """Reads the store, and retries for ``timeout`` seconds (None: `store_timeout`), since it may fail for a while.
-
-        Raises:
-            RunNotFoundError: the directory holds no run.
-            Exception: the last error of the store.
+        Then it is tried again for ``at_most`` seconds, but at least for `STORE_PATIENCE`.
         """
 
         def gives_up(error: Exception) -> bool:
-            self._heartbeat.note_blindness()
+            self._blind_until = time.monotonic()
             return isinstance(error, RunNotFoundError)
 
-        return store.patiently(
-            read, self.store_timeout if timeout is None else timeout, bounds.STORE_RETRY_INTERVAL(), gives_up
-        )
+        owns = self._driver is not None and self._driver.poll() is None
+        seconds = min(STORE_OUTAGE(), max(STORE_PATIENCE(), at_most)) if owns else STORE_PATIENCE()
+        return store.patiently(read, seconds, bounds.STORE_RETRY_INTERVAL(), gives_up)
 
     def driver_lives(self, status: RunStatus) -> bool | None:
-        """Returns whether the driver lives; None if this process cannot query it and only the heartbeat decides.
-
-        A driver that this process started is a child process or a thread, whose end is known. Its training therefore
-        continues even if the store rejects its heartbeats for minutes.
-        """
+        """Returns whether the driver lives; None if this process cannot query it and only the heartbeat decides."""
         if self._driver is not None and os.getpid() == self._pid:
-            # The host is compared by its name, since followers do this often, and the process namespace costs more.
-            ours = (socket.gethostname(), self._driver.pid)
-            if status.driver_pid is not None and (status.driver_host, status.driver_pid) != ours:
-                # It has delegated the run to a driver in its stage.
-                return process_lives(status)
-            if self._driver.poll() is not None:
-                return False
-            # The agents of a driver process that is stopped for long end themselves. A driver thread stops only
-            # together with this code.
-            is_stopped = self._driver.pid != os.getpid() and process_state(self._driver.pid, None) in STOPPED
-            return None if is_stopped else True
+            # It also removes a child process that has exited.
+            lives = self._driver.poll() is None
+            if status.driver_pid is None:
+                return lives
         if status.driver_pid is None and (process := self._starting()):
             status = replace(status, **{f"driver_{fact}": process[fact] for fact in ("pid", "start", "namespace")})
         return process_lives(status)
 
     def _starting(self) -> dict[str, Any] | None:
         """Returns the process that is the driver or starts it, before the driver's first status; None if unknown."""
-        own = self._own()
+        own = self.own
         if (found := own.starting()) or own.job.queue_time:
             # Nothing is known about a driver that a cluster starts, which may never happen.
             return found
@@ -202,71 +168,26 @@ class Observer:
         return own.job.owner or (submitter if submitter and not own.is_remote and is_gone(submitter) else None)
 
     def _driver_died(self, status: RunStatus) -> bool:
-        is_silent = self._heartbeat.is_silent(status)
+        is_silent = self._is_silent(status)
         lives = self.driver_lives(status)
         # A slow disk may delay the heartbeat of a living driver, so the process decides if it can be queried.
         return is_silent if lives is None else not lives
 
-    def store_timeout_until(self, deadline: float | None) -> float:
-        """Returns `store_timeout`, or the time until a deadline if that is shorter, but at least `STORE_PATIENCE`."""
-        left = math.inf if deadline is None else max(0.0, deadline - time.monotonic())
-        return min(self.store_timeout, max(STORE_PATIENCE(), left))
-
-
-class HeartbeatWatch:
-    """Watches a driver's heartbeat for one reader, with a monotonic clock, which stops while the machine sleeps."""
-
-    def __init__(self) -> None:
-        self._last = self._last_seen = self._blind_until = 0.0
-
-    def note_blindness(self) -> None:
-        """Records that the status could not be read until now, so that this time does not count against the driver."""
-        self._blind_until = time.monotonic()
-
-    def is_silent(self, status: RunStatus) -> bool:
+    def _is_silent(self, status: RunStatus) -> bool:
         """Returns True if the heartbeat has not changed for so long that its driver counts as dead.
 
-        The wall clock advances while a laptop or a VM sleeps, and a driver there does not. It is therefore used here
-        only for the first status, and only if the driver's process is not visible.
+        The clock is monotonic, since the wall clock advances while a laptop or a VM sleeps, and a driver there does
+        not. The wall clock is used only for the first status, and only if the driver's process is not visible.
         """
-        is_first = not self._last_seen
-        if status.heartbeat != self._last:
-            self._last, self._last_seen = status.heartbeat, time.monotonic()
-        unchanged = time.monotonic() - max(self._last_seen, self._blind_until)
+        is_first = not self._beat_seen
+        if status.heartbeat != self._beat:
+            self._beat, self._beat_seen = status.heartbeat, time.monotonic()
+        # While the status could not be read, the time does not count against the driver.
+        unchanged = time.monotonic() - max(self._beat_seen, self._blind_until)
         age = time.time() - status.heartbeat if is_first and not _process_state(status) else 0.0
         bound = dead_after(status)
         # The clocks of the two hosts may differ.
         return unchanged > bound or age > bound + CLOCK_SKEW
-
-
-def process_lives(status: RunStatus) -> bool | None:
-    """Returns whether the driver lives; None if its process cannot be queried and only the heartbeat decides.
-
-    A process that exists is alive even if the store rejects its heartbeats. The driver may be a thread of a process
-    that outlives it, such as a notebook, so the kernel is queried for the thread.
-    """
-    if status.driver_pid is None or status.driver_namespace != process_namespace():
-        return None
-    state = _process_state(status)
-    if state is None:
-        return False
-    if status.driver_thread is None:
-        # A stopped driver is left to its heartbeat. When that is too old, its agents have ended as well.
-        return None if state in STOPPED else True
-    lives = thread_lives(status.driver_pid, status.driver_thread)
-    is_stale = time.time() - status.heartbeat > DRIVER_STALE_AFTER()
-    return None if lives is None and is_stale else lives is not False
-
-
-def _process_state(status: RunStatus) -> str | None:
-    """Returns the state of the driver's process; None if it has exited or is on another machine."""
-    if status.driver_pid is None or status.driver_namespace != process_namespace():
-        return None
-    return process_state(status.driver_pid, status.driver_start)
-
-
-_MISSED = 3
-"""Number of heartbeats that a driver may miss."""
 
 
 def dead_after(status: RunStatus) -> float:
@@ -275,3 +196,43 @@ def dead_after(status: RunStatus) -> float:
     A driver that a cluster has not started yet has `RunStatus.queue_time` seconds until its first heartbeat.
     """
     return max(DRIVER_DEAD_AFTER(), _MISSED * status.interval, status.queue_time)
+
+
+def process_lives(status: RunStatus) -> bool | None:
+    """Returns whether the driver lives; None if its process cannot be queried and only the heartbeat decides.
+
+    A process that exists is alive even if the store rejects its heartbeats. The driver may be a thread of a process
+    that outlives it, such as a notebook, so the kernel is queried for the thread.
+    """
+    state = _process_state(status)
+    if not state or status.driver_pid is None:
+        return False if state is None else None
+    if status.driver_thread:
+        return thread_lives(status.driver_pid, status.driver_thread)
+    # A stopped driver is left to its heartbeat. When that is too old, its agents have ended as well.
+    return None if state in STOPPED else True
+
+
+def _process_state(status: RunStatus) -> str | None:
+    """Returns the state of the driver's process; None if it has exited, empty if it is on another machine."""
+    if status.driver_pid is None or status.driver_namespace != process_namespace():
+        return ""
+    return process_state(status.driver_pid, status.driver_start)
+
+
+def _signal_driver(status: RunStatus) -> None:
+    """Sends `CANCEL` to a driver that is a process of this machine, since it polls the run directory seldom.
+
+    A driver that is a thread polls: the process is its caller's. So does one whose start is not known, as on macOS:
+    another process may have its id.
+    """
+    is_known = status.driver_start is not None and not status.driver_thread
+    if status.driver_pid is not None and is_known and not status.final and _process_state(status):
+        signal_cancel(status.driver_pid)
+
+
+def signal_cancel(pid: int) -> None:
+    """Sends `CANCEL` to a driver process, but not while it is just starting and has no handler yet."""
+    if CANCEL in (caught_signals(pid) or ()):
+        with contextlib.suppress(OSError):
+            os.kill(pid, CANCEL)

@@ -9,40 +9,39 @@ from rankzero.run.output import level_of
 
 logger = logging.getLogger(__name__)
 
-_unshown: list[int] = []
-"""The id of the stream that could not be written, so that this is logged once."""
-
-
-def _print(line: str) -> None:
-    stream = sys.stdout
-    if stream is None:
-        return
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    try:
-        stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
-        stream.flush()
-    except (OSError, ValueError) as error:
-        if _unshown != [id(stream)]:
-            _unshown[:] = [id(stream)]
-            logger.warning("the lines of the ranks cannot be written to standard output (%s); the run continues", error)
+_ranks = logging.getLogger("rankzero.ranks")
+"""The logger that gets the lines of ranks. Its level, filters and handlers decide what is printed."""
 
 
 class _Printer(logging.Handler):
     """Writes the lines of ranks to standard output."""
 
+    _failed: object = None
+    """The stream that could not be written, so that this is logged once."""
+
     def emit(self, record: logging.LogRecord) -> None:
         """Writes the line of a record."""
-        _print(self.format(record))
+        self.write(self.format(record))
 
+    def write(self, line: str) -> None:
+        stream = sys.stdout
+        if stream is None:
+            return
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        try:
+            stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
+            stream.flush()
+        except (OSError, ValueError) as error:
+            if self._failed is not stream:
+                self._failed = stream
+                what = "the lines of the ranks cannot be written to standard output (%s); the run continues"
+                logger.warning(what, error)
 
-_ranks = logging.getLogger("rankzero.ranks")
-"""The logger that gets the lines of ranks. Its level, filters and handlers decide what is printed."""
 
 _printer = _Printer()
 
 
 def _print_ranks() -> None:
-    """Adds the printer to the logger of ranks' lines, with level INFO unless the user has set one."""
     _ranks.addHandler(_printer)
     _ranks.propagate = False
     if not _ranks.level:
@@ -56,12 +55,11 @@ if not _ranks.handlers:
 def print_line(line: str, run_id: str = "") -> None:
     """Passes a line of a rank to the logger ``rankzero.ranks``, which writes it to standard output unless changed.
 
-    The level of a line is the one that it begins with, else INFO. The lines are also in the run directory. A process
-    without standard output prints none, and a stream that fails (a full disk, a closed pipe) is logged once: it must
-    not end the run.
+    A process without standard output prints none, and a stream that fails (a full disk, a closed pipe) does not end the
+    run, whose directory has the lines, too.
 
     Args:
-        line: The line, with its ``[rank]`` prefix.
+        line: The line, with its ``[rank]`` prefix. Its level is the one that it begins with, else INFO.
         run_id: Name of the run; the log record has it as its attribute ``run_id``.
     """
     if not (_ranks.level or _ranks.handlers):
@@ -71,7 +69,7 @@ def print_line(line: str, run_id: str = "") -> None:
     is_changed = _ranks.propagate or _ranks.filters or _printer.filters or _printer.level or _printer.formatter
     if threshold <= logging.INFO and _ranks.handlers == [_printer] and not is_changed:
         # A record costs more than the line.
-        _print(line)
+        _printer.write(line)
         return
     level = level_of(line)
     record = _ranks.makeRecord(_ranks.name, level, __file__, 0, line, (), None, extra={"run_id": run_id})

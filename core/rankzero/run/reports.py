@@ -10,35 +10,20 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
-KEPT_ROWS = 200
-"""Half of the most reports that are kept in memory: enough points for a curve."""
+KEPT_ROWS = 200  # Half of the most reports that are kept in memory: enough points for a curve
 
 PROGRESS = {"samples": "samples", "tokens": "tokens", "step": "steps", "epoch": "epochs"}
 """Metrics that count work, with their plurals. The first that was reported gives the throughput."""
 
-TOTALS = frozenset(f"total_{many}" for many in PROGRESS.values())
-"""Metrics that name the work of the whole training."""
-
-STEP_NAMES = ("step", "global_step", "iteration", "epoch")
-"""Metrics that count steps. The first that was reported is the horizontal axis of a curve."""
-
-CHECK_PREFIX = "check/"
-"""Prefix of the names of metrics that an orchestrator shows as checks."""
-
-MOST_METRICS = 1000
-"""Most names of metrics in a status, which every heartbeat writes, and as many of checks; the events have all names."""
-
-UNSHOWN = frozenset({"time", "attempt"})
-"""Columns of a row of reports that tables leave out."""
+TOTALS = frozenset(f"total_{many}" for many in PROGRESS.values())  # Metrics that name the work of the whole training
+STEP_NAMES = ("step", "global_step", "iteration", "epoch")  # The first that was reported is the axis of a curve
+CHECK_PREFIX = "check/"  # Prefix of the names of metrics that an orchestrator shows as checks
+MOST_METRICS = 1000  # Most names of metrics in a status, and as many of checks; the events have all names
+UNSHOWN = frozenset({"time", "attempt"})  # Columns of a row of reports that tables leave out
 
 
 def as_row(metrics: Mapping[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Returns a report's metrics and rankzero's own columns; a metric of the same name is ``metrics.NAME``.
-
-    Args:
-        metrics: The metrics of one report.
-        own: The columns that rankzero adds.
-    """
+    """Returns a report's metrics and rankzero's own columns; a metric of the same name is ``metrics.NAME``."""
     return {f"metrics.{name}" if name in own else name: value for name, value in metrics.items()} | own
 
 
@@ -75,14 +60,7 @@ class RowKeeper:
 
 
 def rows_of(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the reports of rank 0, each with its number under ``report``, its Unix ``time`` and its ``attempt``.
-
-    Args:
-        events: Events of a run, oldest first.
-
-    Returns:
-        Every n-th report and the last one, as `RowKeeper` keeps them.
-    """
+    """Returns the reports of rank 0 among the events of a run, as `RowKeeper.rows` does."""
     keeper = RowKeeper()
     for event in events:
         keeper.add(event)

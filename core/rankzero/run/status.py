@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from rankzero.bounds import HEARTBEAT_INTERVAL
@@ -12,82 +12,46 @@ from rankzero.job import strange
 
 SHORTEST_PACE = 1.0  # Shortest interval in seconds between two writes to an object store, or polls of it
 LONGEST_PACE = 10.0  # The longest: a run older than a quarter of an hour may receive a cancel that late
+_SHARE = 0.01  # The interval between two of them, for each of which a store charges, as a share of the run's duration
 
 STATES = ("pending", "starting", "running", "succeeded", "failed", "cancelled")
-
-_SHARE = 0.01
-"""The interval between two writes to an object store, which charges requests, as a share of the run's duration."""
-
 FINAL_STATES = frozenset({"succeeded", "failed", "cancelled"})
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run's state at one moment.
+    """A run's state at one moment. Times are Unix times."""
 
-    Attributes:
-        state: ``"pending"``, ``"starting"``, ``"running"``, ``"succeeded"``, ``"failed"`` or
-            ``"cancelled"``.
-        phase: State of the current attempt: ``"opening"``, ``"waiting for slots"``, ``"starting"``, ``"running"``,
-            ``"ending"`` or ``"final"``; empty before the first one.
-        cancelling: True once the driver has decided to cancel the run without a request: a new submission of the same
-            training waits for the end, and resumes the run.
-        attempt: Number of the current attempt, from 0.
-        preemptions: Number of preempted attempts of this submission.
-        submission: Number of the submission: how often the run id was submitted before.
-        heartbeat: Unix time at which the driver last wrote.
-        interval: Seconds between two heartbeats.
-        queue_time: Seconds without a heartbeat after which a driver that a cluster has not started is dead; with 0
-            the interval decides.
-        written: Ends of `EVENTS` and `LINES` on an object store, each as piece and offset.
-        driver_host: Host of the driver, or None before it started.
-        driver_pid: Process id of the driver.
-        driver_namespace: Process namespace of ``driver_pid``.
-        driver_start: Start time of that process, in clock ticks since the boot.
-        driver_thread: Id and start time of the driver's thread, if the driver is a thread of its caller's process,
-            which may outlive it; else None.
-        started: Unix time at which every rank had started, or None.
-        ended: Unix time of the end, or None.
-        error: The error of a run that did not succeed, as JSON.
-        result: Handle of the value, as JSON; set as soon as success is certain, before the run has ended.
-        value: A list with the value itself if that is small and JSON; else empty.
-        metrics: The last values of the metrics that rank 0 reported in this training, of the first 1000 names. A
-            submission that resumes the training begins with those of the submissions before it.
-        checkpoint: Id of the newest committed checkpoint, or None.
-        world_size: Number of ranks of the current attempt of an elastic run; None if that is the job's.
-        engine_url: Address of the engine's user interface, such as the Spark UI, during the run; or None.
-        held_seconds: Seconds for which ranks of ended attempts occupied their slots, summed over the ranks.
-        held_since: Unix time since which the current attempt occupies its slots; None between attempts.
-        ended_by: Identifies the process that has created the end of the submission.
-    """
-
-    state: str = "pending"
+    state: str = "pending"  # One of `STATES`
+    # Of the current attempt: opening, waiting for slots, starting, running, ending or final; empty before the first one
     phase: str = ""
-    cancelling: bool = False
-    attempt: int = 0
-    preemptions: int = 0
+    cancelling: bool = False  # The driver has decided to cancel the run without a request: a new submission resumes it
+    attempt: int = 0  # Number of the current attempt
+    preemptions: int = 0  # Number of preempted attempts of this submission
     submission: int = 0
-    heartbeat: float = 0.0
-    interval: float = HEARTBEAT_INTERVAL
-    queue_time: float = 0.0
-    written: dict[str, list[int]] = field(default_factory=dict)
-    driver_host: str | None = None
+    heartbeat: float = 0.0  # When the driver last wrote
+    interval: float = HEARTBEAT_INTERVAL  # Seconds between two heartbeats
+    queue_time: float = (
+        0.0  # Seconds without a heartbeat after which a driver that no cluster has started is dead; or 0
+    )
+    written: dict[str, list[int]] = field(default_factory=dict)  # Piece and offset of the ends of `EVENTS` and `LINES`
+    driver_host: str | None = None  # None before the driver has started
     driver_pid: int | None = None
-    driver_namespace: str | None = None
-    driver_start: str | None = None
-    driver_thread: str | None = None
-    started: float | None = None
+    driver_namespace: str | None = None  # Process namespace of the id
+    driver_start: str | None = None  # Start time of that process, in clock ticks since the boot
+    driver_thread: str | None = None  # Id and start time of the driver's thread, if it is one of its caller's process
+    started: float | None = None  # When every rank had started
     ended: float | None = None
-    error: dict[str, Any] | None = None
-    result: dict[str, Any] | None = None
-    value: list[Any] = field(default_factory=list)
-    metrics: dict[str, Any] = field(default_factory=dict)
-    checkpoint: str | None = None
-    engine_url: str | None = None
-    world_size: int | None = None
-    held_seconds: float = 0.0
-    held_since: float | None = None
-    ended_by: str = ""
+    error: dict[str, Any] | None = None  # The error of a run that did not succeed, as JSON
+    result: dict[str, Any] | None = None  # Handle of the value, as JSON, once success is certain: before the end
+    value: list[Any] = field(default_factory=list)  # Holds the value itself if that is small and JSON
+    metrics: dict[str, Any] = field(default_factory=dict)  # The last values of rank 0's metrics in this training
+    checkpoint: str | None = None  # Id of the newest committed checkpoint
+    engine_url: str | None = None  # Address of the engine's user interface, such as the Spark UI, during the run
+    world_size: int | None = None  # Number of ranks of the current attempt of an elastic run; None if that is the job's
+    held_seconds: float = 0.0  # Seconds for which ranks of ended attempts occupied their slots, summed over the ranks
+    held_since: float | None = None  # When the current attempt occupied its slots; None between attempts
+    ended_by: str = ""  # Identifies the process that has created the end of the submission
 
     @property
     def shown(self) -> str:
@@ -110,62 +74,18 @@ class RunStatus:
 
     @classmethod
     def from_json(cls, data: bytes, path: str) -> RunStatus:
-        """Reads a status, which a later version of rankzero may have written with more fields.
-
-        Args:
-            data: The result of `to_json`.
-            path: The location of the file, for the error.
-
-        Raises:
-            RunNotFoundError: rankzero has not written this.
-        """
+        """Reads what `to_json` returned. Raises RunNotFoundError, with the path, if rankzero has not written this."""
         try:
             facts = json.loads(data)
-            kinds = _STATUS_KINDS | {name: kind for name, kind in _LATER_KINDS.items() if name in facts}
-            if found := strange(facts, kinds):
+            if found := strange(facts, {"state": str, "heartbeat": (int, float)}):
                 raise ValueError(found)
-            return cls(**{name: value for name, value in facts.items() if name in _STATUS_FIELDS})
+            return cls(**{name: value for name, value in facts.items() if name in cls.__dataclass_fields__})
         except (AttributeError, TypeError, ValueError) as error:
             raise RunNotFoundError(f"{path} was not written by rankzero: {error}") from None
 
 
-_STATUS_FIELDS = frozenset(field.name for field in fields(RunStatus))
-
-# Fields that readers use, with their types.
-_STATUS_KINDS: dict[str, type | tuple[type, ...]] = {
-    "state": str,
-    "heartbeat": (int, float),
-    "metrics": dict,
-    "value": list,
-    "error": (dict, type(None)),
-    "result": (dict, type(None)),
-}
-
-
-_NUMBER = (int, float)
-
-# Fields that earlier versions of rankzero do not write, with their types.
-_LATER_KINDS: dict[str, type | tuple[type, ...]] = {
-    "phase": str,
-    "cancelling": bool,
-    "attempt": int,
-    "interval": _NUMBER,
-    "queue_time": _NUMBER,
-    "started": (*_NUMBER, type(None)),
-    "ended": (*_NUMBER, type(None)),
-    "world_size": (int, type(None)),
-    "held_seconds": _NUMBER,
-    "held_since": (*_NUMBER, type(None)),
-}
-
-
 def pace(age: float) -> float:
-    """Returns the seconds between two writes of a driver, or two polls of a follower: 1 % of the run's duration so far.
-
-    Followers are late by at most 1 % of the run, and a run of one day costs 9,000 polls instead of 86,400.
-
-    Args:
-        age: Seconds since the driver started.
+    """Returns the seconds between two writes of a driver, or two polls of a follower, from the run's duration so far.
 
     Example:
         >>> pace(20), pace(300), pace(86400)

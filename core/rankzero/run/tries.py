@@ -17,6 +17,11 @@ from rankzero.texts import encodable
 if TYPE_CHECKING:
     from rankzero.run.handle import RunHandle
 
+T = TypeVar("T")
+
+_INTERRUPTS = 5
+"""Number of times that ending a run is tried, since further interrupts may stop it."""
+
 
 class PipelineTry(Protocol):
     """A try of a pipeline step, with facts about its orchestrator."""
@@ -30,18 +35,15 @@ class PipelineTry(Protocol):
         """Seconds without a follower after which an attached run ends; None keeps the run's lease."""
 
     @property
-    def retrier(self) -> Mapping[str, Any] | None:
-        """The only process that starts the next try (`describe_process`), if it is on this machine; else None.
+    def retrier(self) -> int | None:
+        """The id of the only process that starts the next try, if it is on this machine; else None.
 
         After it has exited there is no further try, so a run without a follower ends soon.
         """
 
     @property
     def generation(self) -> str:
-        """The name of the chain of tries that the orchestrator starts by itself. A user's action starts a new chain.
-
-        Within a chain, a training counts as the same even if one of its modules changes between two tries.
-        """
+        """The name of the chain of tries that the orchestrator starts by itself. A user's action starts a new chain."""
 
     def has_accepted(self, receiver: Mapping[str, Any]) -> bool:
         """Returns True if the orchestrator has durably stored the result that was offered to a receiver."""
@@ -59,11 +61,7 @@ def detaching(
 ) -> Iterator[None]:
     """Context manager around starting and following a run: detaches the run or ends it when the block is interrupted.
 
-    Args:
-        find: Returns the run, or None if it has not been submitted.
-        caller: The try of the pipeline step.
-        stop_grace: Seconds between SIGTERM and SIGKILL for the ranks.
-        log: Logger of the step.
+    ``find`` returns the run, or None if it has not been submitted.
     """
     try:
         yield
@@ -71,11 +69,15 @@ def detaching(
         # The run itself failed, or it was not started.
         raise
     except BaseException as error:
-        # The run is found by its name, since the interrupt may have come before there was a handle. A run that cannot
-        # be found or cancelled now ends when its lease expires.
+        name = type(error).__name__
         for _ in range(_INTERRUPTS):
             try:
-                _detach_or_end(find(), caller, error, stop_grace, log)
+                # Found by its name, since the interrupt may have come before there was a handle.
+                if (handle := find()) and caller.detaches(error):
+                    log.warning("%s; the run in %s continues for the next try", name, handle.directory)
+                elif handle:
+                    end(handle, stop_grace, None, f"its pipeline step was ended by {name}")
+                    log.warning("ended the run in %s, whose step was ended by %s", handle.directory, name)
             except Exception as problem:
                 log.warning("the run is left to its lease: %s: %s", type(problem).__name__, problem)
             except BaseException:
@@ -85,43 +87,18 @@ def detaching(
         raise
 
 
-_INTERRUPTS = 5
-"""Number of times that ending a run is tried, since further interrupts may stop it."""
-
-
-def _detach_or_end(
-    handle: RunHandle[Any] | None, caller: PipelineTry, error: BaseException, stop_grace: float, log: Any
-) -> None:
-    if handle is None:
-        return
-    if caller.detaches(error):
-        log.warning("%s; the run in %s continues for the next try", type(error).__name__, handle.directory)
-    else:
-        end(handle, stop_grace, None, f"its pipeline step was ended by {type(error).__name__}")
-        log.warning("ended the run in %s, whose step was ended by %s", handle.directory, type(error).__name__)
-
-
 def end(handle: RunHandle[Any], stop_grace: float, receiver: Mapping[str, Any] | None = None, reason: str = "") -> None:
-    """Cancels a run and waits for its end. A run that cannot be cancelled now ends when its lease expires.
+    """Cancels a run, as `RunHandle.cancel` does, and waits for its end.
 
-    Args:
-        handle: The run.
-        stop_grace: Seconds between SIGTERM and SIGKILL for the ranks.
-        receiver: The try whose end this is: see `RunHandle.cancel`.
-        reason: The cause of the end, which the error of the run shows.
+    A run that cannot be cancelled now ends when its lease expires.
     """
     with contextlib.suppress(OSError, RankZeroError):
         handle.cancel(receiver, reason)
         handle.wait(stop_grace + CANCEL_TIMEOUT())
 
 
-T = TypeVar("T")
-
-
 def attempt(log: Any, what: str, action: Callable[[], T], otherwise: T) -> T:
-    """Returns the result of an action. If the action raises, logs a warning and returns ``otherwise``.
-
-    Interrupts are not subclasses of `Exception`, and are raised again.
+    """Returns the result of an action. If it raises an `Exception`, logs a warning and returns ``otherwise``.
 
     Args:
         log: Logger of the pipeline step.

@@ -6,12 +6,19 @@ import contextlib
 import os
 import secrets
 from collections.abc import Iterator, Sequence
-from typing import IO
+from typing import IO, Any
 
 from rankzero.store.location import filesystem_of, is_url
 from rankzero.store.waiting import brief
 
 PRIVATE_DIRECTORY = 0o700
+
+
+def _current(location: str) -> tuple[Any, str]:
+    """Returns the file system of a URL and the path in it, without cached listings, which may be old."""
+    filesystem, path = filesystem_of(location)
+    filesystem.invalidate_cache()
+    return filesystem, path
 
 
 def make_directory(location: str) -> None:
@@ -33,9 +40,7 @@ def make_directory(location: str) -> None:
 def exists(location: str) -> bool:
     """Returns True if the file or directory exists."""
     if is_url(location):
-        filesystem, path = filesystem_of(location)
-        # Object stores cache listings; another process may have written since.
-        filesystem.invalidate_cache()
+        filesystem, path = _current(location)
         return bool(filesystem.exists(path))
     return os.path.exists(location)
 
@@ -44,8 +49,7 @@ def exists(location: str) -> bool:
 def size(location: str) -> int:
     """Returns the size of a file in bytes."""
     if is_url(location):
-        filesystem, path = filesystem_of(location)
-        filesystem.invalidate_cache()
+        filesystem, path = _current(location)
         return int(filesystem.size(path))
     return os.path.getsize(location)
 
@@ -53,15 +57,13 @@ def size(location: str) -> int:
 def tree_size(location: str) -> int:
     """Returns the bytes of all files below a directory; links are not followed."""
     if is_url(location):
-        filesystem, path = filesystem_of(location)
-        filesystem.invalidate_cache()
+        filesystem, path = _current(location)
         return int(filesystem.du(path))
     total = 0
-    for directory, _, names in os.walk(location):
-        for name in names:
-            # A file may be removed meanwhile.
-            with contextlib.suppress(FileNotFoundError):
-                total += os.lstat(os.path.join(directory, name)).st_size
+    for name in list_files(location):
+        # A file may be removed meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            total += os.lstat(os.path.join(location, name)).st_size
     return total
 
 
@@ -70,8 +72,7 @@ def modified(location: str) -> float:
     """Returns the Unix time at which a file was written. Raises FileNotFoundError, or OSError if it is unknown."""
     if not is_url(location):
         return os.stat(location).st_mtime
-    filesystem, path = filesystem_of(location)
-    filesystem.invalidate_cache()
+    filesystem, path = _current(location)
     try:
         return float(filesystem.modified(path).timestamp())
     except NotImplementedError:
@@ -81,14 +82,7 @@ def modified(location: str) -> float:
 def fingerprint(file: str | int | os.stat_result) -> str:
     """Returns inode, size and change times of a local file, which differ once the file is changed.
 
-    The last of these times (ctime) changes when the file is written, renamed or linked, and only the kernel sets it, in
-    ticks of some milliseconds.
-
-    Args:
-        file: Path or descriptor, or what `os.stat` has returned for it.
-
-    Raises:
-        OSError: the file does not exist.
+    The last of these times (ctime) changes when the file is written, renamed or linked, and only the kernel sets it.
     """
     found = file if isinstance(file, os.stat_result) else os.stat(file)
     return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}-{found.st_ctime_ns}"
@@ -98,8 +92,7 @@ def fingerprint(file: str | int | os.stat_result) -> str:
 def list_names(location: str) -> list[str]:
     """Returns the sorted base names in a directory; empty if the directory does not exist."""
     if is_url(location):
-        filesystem, path = filesystem_of(location)
-        filesystem.invalidate_cache()
+        filesystem, path = _current(location)
         with contextlib.suppress(FileNotFoundError):
             return sorted(p.rstrip("/").rsplit("/", 1)[-1] for p in filesystem.ls(path, detail=False))
         return []
@@ -111,8 +104,7 @@ def list_names(location: str) -> list[str]:
 def list_files(location: str) -> list[str]:
     """Returns the paths of all files below a directory, relative to it; links are not followed, and count as files."""
     if is_url(location):
-        filesystem, path = filesystem_of(location)
-        filesystem.invalidate_cache()
+        filesystem, path = _current(location)
         with contextlib.suppress(FileNotFoundError):
             return sorted(found[len(path.rstrip("/")) + 1 :] for found in filesystem.find(path))
         return []
@@ -130,11 +122,10 @@ def sizes(location: str) -> dict[str, int]:
         with contextlib.suppress(FileNotFoundError):
             return {entry.name: entry.stat().st_size for entry in os.scandir(location) if entry.is_file()}
         return {}
-    filesystem, path = filesystem_of(location)
-    filesystem.invalidate_cache()
+    filesystem, path = _current(location)
     with contextlib.suppress(FileNotFoundError):
-        found = filesystem.ls(path, detail=True)
-        return {entry["name"].rsplit("/", 1)[-1]: int(entry["size"]) for entry in found if entry["type"] == "file"}
+        files = [entry for entry in filesystem.ls(path, detail=True) if entry["type"] == "file"]
+        return {entry["name"].rsplit("/", 1)[-1]: int(entry["size"]) for entry in files}
     return {}
 
 
@@ -165,8 +156,7 @@ def read_from(location: str, start: int) -> bytes:
 def open_read(location: str) -> IO[bytes]:
     """Opens a binary file for reading. Raises FileNotFoundError."""
     if is_url(location):
-        filesystem, path = filesystem_of(location)
-        filesystem.invalidate_cache()
+        filesystem, path = _current(location)
         return filesystem.open(path, "rb")  # type: ignore[no-any-return]
     return open(location, "rb")
 
@@ -294,10 +284,7 @@ def atomic_file(path: str) -> Iterator[IO[bytes]]:
 def upload(local_path: str, location: str, *, durable: bool = False) -> None:
     """Copies a local file to ``location``, atomically and durably; moves it if both are on one file system.
 
-    Args:
-        local_path: The file, which need not exist afterwards.
-        location: Path or URL of the copy.
-        durable: Syncs a file that is moved; False if its writer has done so.
+    A file that is moved is synced if ``durable``; its writer may have done so.
     """
     if is_url(location):
         filesystem, path = filesystem_of(location)
@@ -370,28 +357,3 @@ def remove(location: str) -> None:
     else:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(location)
-
-
-_AS_HTML: dict[str, dict[str, str]] = {
-    "s3": {"ResponseContentType": "text/html; charset=utf-8"},
-    "gs": {"response_type": "text/html; charset=utf-8"},
-    "az": {"content_type": "text/html; charset=utf-8"},
-}
-_SAME = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "adl": "az"}
-
-
-def presign(location: str, seconds: float) -> str:
-    """Returns a presigned URL by which a browser without credentials shows an HTML file of an object store.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        OSError: this store has no presigned URLs.
-    """
-    scheme = location.partition("://")[0] if is_url(location) else ""
-    kind = _AS_HTML.get(_SAME.get(scheme, scheme))
-    if kind is None:
-        raise OSError(f"{location} is on no object store that gives links: `rankzero serve` shows it")
-    if not exists(location):
-        raise FileNotFoundError(f"there is no {location}: the report is written when a run has ended")
-    filesystem, path = filesystem_of(location)
-    return str(filesystem.sign(path, expiration=round(seconds), **kind))

@@ -34,7 +34,7 @@ def remove_unfinished(directory: str, *, deep: bool = True, folders: bool = Fals
     Args:
         directory: A path; an object store has no such files.
         deep: True to descend into the directories below it.
-        folders: True to remove also folders that `tempfile` has made with the prefix ``.writing-``, and their files.
+        folders: True to remove also folders of `tempfile` with the prefix ``.writing-``.
     """
     if is_url(directory):
         return
@@ -55,13 +55,7 @@ def remove_unfinished(directory: str, *, deep: bool = True, folders: bool = Fals
 
 
 def remove_strays(directory: str, names: re.Pattern[str], kept: Collection[str | None]) -> None:
-    """Removes the files in a directory with such names that were stored more than `UNFINISHED_AFTER` ago.
-
-    Args:
-        directory: A path or a URL.
-        names: A pattern of the whole names.
-        kept: Names of files that stay.
-    """
+    """Removes the files in a directory with such whole names, except ``kept``, older than `UNFINISHED_AFTER`."""
     for name in list_names(directory):
         if names.fullmatch(name) and name not in kept:
             path = join(directory, name)

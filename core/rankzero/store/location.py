@@ -133,11 +133,9 @@ TRUSTED_OWNERS = "RANKZERO_TRUSTED_OWNERS"
 
 
 def why_untrusted(directory: str) -> str | None:
-    """Returns why a directory is not trusted, as the end of a sentence; None if it is, or does not exist.
+    """Returns why a run directory is not trusted, as the end of a sentence; None if it is, or does not exist.
 
-    Args:
-        directory: The run directory, normalized. On an object store, which has no owners, the bucket's permissions
-            decide.
+    On an object store, which has no owners, the bucket's permissions decide.
     """
     if is_url(directory) or not hasattr(os, "geteuid"):
         return None

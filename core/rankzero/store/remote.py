@@ -1,7 +1,7 @@
-"""Direct access of ranks to an object store, through pyarrow's file systems or fsspec's.
+"""Direct access of ranks to an object store, through pyarrow's file systems.
 
-An executor may have neither, or no permission: then the driver reads and writes for it. Credentials come from the
-rank's environment: `Launcher`'s ``env``, the executor's own variables, a role of its machine.
+An executor may lack pyarrow, or permission: then the driver reads and writes for it. Credentials come from the rank's
+environment: `Launcher`'s ``env``, the executor's own variables, a role of its machine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from rankzero import bounds
 from rankzero.errors import ResultError
@@ -22,42 +22,25 @@ S3_REQUEST_TIMEOUT = bounds.stretched(60.0)  # Without a byte of a request, as f
 S3_CONNECT_TIMEOUT = bounds.stretched(5.0)  # To connect
 
 _COPY_CHUNK = 8 << 20
-
-_FLUSH_EVERY = 128 << 20
-"""Bytes after which a writer waits for pending uploads: pyarrow buffers without limit if the store is slow."""
+_FLUSH_EVERY = 128 << 20  # After so much a writer waits for its uploads: pyarrow buffers without limit
 
 _REFUSALS = ("ACCESS_DENIED", "AccessDenied", "Forbidden", "HTTP status 403", "HTTP status 411", "HTTP status 501")
 """Parts of the errors for a missing permission, or for a server without this kind of request."""
 
-_abandoned: list[Any] = []
-"""Files whose upload must never be complete: they stay open until the process exits."""
-
+_abandoned: list[Any] = []  # Files whose upload must never be complete: they stay open until the process exits
 _CHECKSUMS = "AWS_REQUEST_CHECKSUM_CALCULATION"
 
 
-class Client(Protocol):
-    """A client of one object store."""
-
-    def open_read(self, url: str) -> IO[bytes]:
-        """Opens a seekable file for reading. Raises FileNotFoundError, or the client's own errors."""
-
-    def open_write(self, url: str) -> IO[bytes]:
-        """Opens a file for writing, which is uploaded in parallel pieces; it exists once it is closed."""
-
-    def remove(self, url: str) -> None:
-        """Deletes a file. Raises FileNotFoundError, or the client's own errors."""
-
-
 @dataclass(frozen=True)
-class ArrowClient:
-    """A client that uses a file system of pyarrow."""
+class Client:
+    """A client of one object store."""
 
     filesystem: Any
     url: str
     path: str
 
     @staticmethod
-    def of(url: str) -> ArrowClient:
+    def of(url: str) -> Client:
         """Creates a client for files below a URL.
 
         Raises:
@@ -76,11 +59,9 @@ class ArrowClient:
             filesystem, root = fs.FileSystem.from_uri(f"{scheme}://{bucket}/{mark}{query}")
             place = root.rstrip("/") + slash + name
             # Azure's URLs may name the account first, and its paths begin with the container.
-            return ArrowClient(filesystem, url, place.lstrip("/") if filesystem.type_name == "abfs" else place)
-        options: dict[str, Any] = {
-            "request_timeout": S3_REQUEST_TIMEOUT(),
-            "connect_timeout": S3_CONNECT_TIMEOUT(),
-        }
+            return Client(filesystem, url, place.lstrip("/") if filesystem.type_name == "abfs" else place)
+        timeouts = {"request_timeout": S3_REQUEST_TIMEOUT(), "connect_timeout": S3_CONNECT_TIMEOUT()}
+        options: dict[str, Any] = {**timeouts}
         if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
             # Some versions do not read the variables.
             protocol, _, host = endpoint.rstrip("/").rpartition("://")
@@ -89,49 +70,22 @@ class ArrowClient:
         else:
             options["region"] = fs.resolve_s3_region(path.partition("/")[0])
         with _without_trailing_checksums():
-            return ArrowClient(fs.S3FileSystem(**options), url, path)
+            return Client(fs.S3FileSystem(**options), url, path)
 
     def _path(self, url: str) -> str:
         return self.path + url.removeprefix(self.url)
 
     def open_read(self, url: str) -> IO[bytes]:
-        """Opens a seekable file for reading."""
+        """Opens a seekable file for reading. Raises FileNotFoundError, or pyarrow's own errors. So do the others."""
         return self.filesystem.open_input_file(self._path(url))  # type: ignore[no-any-return]
 
     def open_write(self, url: str) -> IO[bytes]:
-        """Opens a file for writing, which exists once it is closed."""
+        """Opens a file for writing, which is uploaded in parallel pieces; it exists once it is closed."""
         return self.filesystem.open_output_stream(self._path(url))  # type: ignore[no-any-return]
 
     def remove(self, url: str) -> None:
         """Deletes the file at a URL."""
         self.filesystem.delete_file(self._path(url))
-
-
-@dataclass(frozen=True)
-class FsspecClient:
-    """A client that uses a file system of fsspec."""
-
-    filesystem: Any
-
-    @staticmethod
-    def of(url: str) -> FsspecClient:
-        """Creates a client for the store of a URL. Raises ImportError, or ValueError for a scheme unknown to fsspec."""
-        import fsspec
-
-        return FsspecClient(fsspec.core.url_to_fs(url)[0])
-
-    def open_read(self, url: str) -> IO[bytes]:
-        """Opens a seekable file for reading."""
-        self.filesystem.invalidate_cache()
-        return self.filesystem.open(url, "rb")  # type: ignore[no-any-return]
-
-    def open_write(self, url: str) -> IO[bytes]:
-        """Opens a file for writing, which exists once it is closed."""
-        return self.filesystem.open(url, "wb")  # type: ignore[no-any-return]
-
-    def remove(self, url: str) -> None:
-        """Deletes the file at a URL."""
-        self.filesystem.rm_file(url)
 
 
 @contextlib.contextmanager
@@ -151,19 +105,20 @@ def _without_trailing_checksums() -> Iterator[None]:
         os.environ.pop(_CHECKSUMS, None)
 
 
-def clients(url: str) -> Iterator[Client]:
-    """Yields the clients that this process has for the store of a URL, the faster first."""
-    for of in (ArrowClient.of, FsspecClient.of):
-        with contextlib.suppress(Exception):
-            yield of(url)
+def find_client(url: str) -> Client | None:
+    """Returns the client that this process has for the store of a URL; None without pyarrow, or for other schemes."""
+    with contextlib.suppress(Exception):
+        return Client.of(url)
+    return None
 
 
 def reach(directory: str, token: str) -> Client | None:
-    """Returns a client that can read the file ``driver`` with this text in a directory; None if no client can."""
-    for client in clients(directory.rpartition("/")[0]):
-        with contextlib.suppress(Exception), client.open_read(join(directory, "driver")) as file:
-            if file.read().decode() == token:
-                return client
+    """Returns a client that can read the file ``driver`` with this text in a directory; None if none can."""
+    client = find_client(directory.rpartition("/")[0])
+    with contextlib.suppress(Exception):
+        if client:
+            with client.open_read(join(directory, "driver")) as file:
+                return client if file.read().decode() == token else None
     return None
 
 
@@ -205,15 +160,9 @@ def discard(file: Any, error: BaseException) -> None:
     """Ends an upload after an error. The file may exist under its name, except after a ResultError.
 
     A directory that was removed, which is the reason of a ResultError, may be another run's, with a file of this name.
-
-    Args:
-        file: The file, as `Client.open_write` returns it.
-        error: The error.
     """
     with contextlib.suppress(Exception):
-        if hasattr(file, "discard"):
-            file.discard()
-        elif isinstance(error, ResultError):
+        if isinstance(error, ResultError):
             # pyarrow completes an upload when its file is closed or garbage-collected.
             _abandoned.append(file)
             file.flush()
@@ -222,10 +171,7 @@ def discard(file: Any, error: BaseException) -> None:
 
 
 def download(client: Client, url: str, path: str) -> str:
-    """Copies a file of the store to a local path, once for all processes of this host that need it.
-
-    Returns:
-        The local path.
+    """Copies a file of the store to a local path, once for all processes of this host that need it; returns the path.
 
     Raises:
         FileNotFoundError: the file does not exist.

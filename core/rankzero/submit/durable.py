@@ -150,7 +150,7 @@ def open_durable(
                 handle.hold(lease)
         else:
             how = "ends with" if is_owned else "outlives"
-            log.info("started the run in %s, which %s this process: %s", run.directory, how, handle.beginning)
+            log.info("started the run in %s, which %s this process: %s", run.directory, how, handle.job.beginning)
         yield opened
         if not (found or is_owned) and request.trackers:
             attempt(log, "the wait for its trackers", functools.partial(_await_trackers, handle), None)

@@ -15,7 +15,6 @@ from rankzero.bounds import CANCEL_TIMEOUT
 from rankzero.errors import EngineError, InvalidJobError, RunNotFoundError
 from rankzero.host.processes import is_gone
 from rankzero.job import Job
-from rankzero.run import delivery
 from rankzero.run.checkpoints import list_committed, list_folders, without_rows
 from rankzero.run.directory import RunDirectory, Submission, compare_job
 from rankzero.run.handle import RunHandle
@@ -94,10 +93,10 @@ def assess(own: Submission, asked: Asked, caller: PipelineTry | None = None) -> 
     """
     job = own.job
     status, ending = _state(own)
-    delivered = delivery.read(own.directory)
+    delivered = own.delivery()
     if caller and delivered.receiver and not delivered.acknowledged and caller.has_accepted(delivered.receiver):
         delivered = replace(delivered, acknowledged=True)
-        delivery.write(own.directory, delivered)
+        own.record_delivery(delivered)
     comparison = compare_job(job, asked)
     decision = decide(
         status.state,

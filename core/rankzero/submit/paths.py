@@ -17,7 +17,7 @@ from rankzero.data import kinds
 from rankzero.data.files import PARQUET_OPTIONS, digest_of, filesystem_of, stamp_of, tags_of
 from rankzero.data.kinds import check_nulls
 from rankzero.data.manifest import File, Manifest, encode_schema
-from rankzero.data.schemas import schema_of_files, with_nulls
+from rankzero.data.schemas import check_missing, schema_of_files
 from rankzero.errors import InvalidJobError
 
 READERS = 16
@@ -25,6 +25,9 @@ READERS = 16
 
 Counts = collections.Counter[str]
 """Number of nulls of each column, by the column's path."""
+
+_WHOLE = ("BOOLEAN", "INT32", "INT64", "INT96")
+"""Types of Parquet without a place for a null, unless they hold decimals."""
 
 _DELTA_LOG = "_delta_log"
 _SAMPLED_ROWS = 1024
@@ -153,11 +156,13 @@ def _manifest(data: Any, location: str, digest: str | None, where: str) -> Manif
     # The log of a Delta table has its schema.
     schema = schema_of_files([data.schema] if digest else [data.schema, *schemas], where)
     kinds.check(schema, where)
-    check_nulls(schema, (counts for *_, counts in described), where)
+    check_nulls((counts for *_, counts in described), where)
+    for file, inside in zip(files, schemas, strict=True):
+        check_missing(file, inside, schema, where)
     content = digest or " ".join([*(facts for _, _, facts, _ in described), str(schema)])
     return Manifest(
         schema=encode_schema(schema),
-        files=tuple(with_nulls(file, inside, schema, where) for file, inside in zip(files, schemas, strict=True)),
+        files=files,
         size=size,
         digest=hashlib.sha256(content.encode()).hexdigest(),
     )
@@ -175,15 +180,17 @@ def _place(path: str, location: str, base: str) -> tuple[str, str]:
 def _facts(fragment: Any) -> tuple[tuple[int, ...], int, Counts]:
     """Returns the rows of each row group of a file, their encoded bytes, and the nulls of its columns.
 
-    The nulls of arrays are not counted, since those in a footer include empty arrays.
+    The nulls are those that a tensor cannot hold. Those of arrays are not counted, since a footer counts empty arrays.
     """
     metadata, nulls = fragment.metadata, Counts()
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     for column in (group.column(number) for group in groups for number in range(metadata.num_columns)):
-        if column.statistics and column.statistics.has_null_count:
+        if column.physical_type in _WHOLE and column.statistics and column.statistics.has_null_count:
             nulls[column.path_in_schema] += column.statistics.null_count
     for column in map(metadata.schema.column, range(metadata.num_columns)):
-        if column.max_repetition_level:
+        # The size of a dense vector of Spark is null.
+        is_of_vector = column.path.endswith(".size") and f"{column.path[:-5]}.type" in nulls
+        if column.max_repetition_level or column.logical_type.type == "DECIMAL" or is_of_vector:
             nulls.pop(column.path, None)
     return tuple(group.num_rows for group in groups), sum(group.total_byte_size for group in groups), nulls
 

@@ -30,7 +30,7 @@ from rankzero.errors import (
     RunNotFoundError,
     located,
 )
-from rankzero.host.processes import this_process
+from rankzero.host.processes import describe_process, this_process
 from rankzero.job import Job
 from rankzero.kinds import NumProcesses
 from rankzero.masking import is_secret
@@ -89,7 +89,8 @@ class Request:
 
     def private(self) -> dict[str, Any]:
         """Returns the values that may hold secrets, which are sent to the driver and written into no file."""
-        spec, retrier = self.engine.to_spec()[1], self.caller.retrier if self.caller else None
+        spec, pid = self.engine.to_spec()[1], self.caller.retrier if self.caller else None
+        retrier = None if pid is None else describe_process(pid)
         return {"env": dict(self.env), "engine": spec, "trackers": self.trackers, "retrier": retrier}
 
 

@@ -12,8 +12,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from rankzero import store
+from rankzero.channel import messages
+from rankzero.run.checkpoints import PIECES, Manifest
 from rankzero.train import context
-from rankzero.train.standalone import open_writer
+from rankzero.train.parts import Parts
+from rankzero.train.writer import CheckpointWriter
 
 if TYPE_CHECKING:
     from rankzero.train.checkpoint import Checkpoint
@@ -77,12 +81,12 @@ def run_inline(
 
     home = tempfile.TemporaryDirectory(prefix="rankzero-inline-", ignore_cleanup_errors=True)
     had_group, is_over = dist.is_initialized(), False
-    # This process keeps the store open, so that the rank does not have to guess a free port.
-    store: list[Any] = [dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)]  # type: ignore[attr-defined]
+    # This process keeps it open, so that the rank does not have to guess a free port.
+    rendezvous: list[Any] = [dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)]  # type: ignore[attr-defined]
     variables = {
         **dict(env or {}),
         "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(store[0].port),
+        "MASTER_PORT": str(rendezvous[0].port),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"), "1"),
         **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT"), "0"),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -96,13 +100,12 @@ def run_inline(
 
     before = context._session
     try:
+        writer = _writer(home.name)
         if checkpoint is not None:
-            seed = open_writer(home.name, "the directory of this run")
-            seed.write(checkpoint, {}, time.time(), sharded=False)
-            seed.finish()
+            writer.write(checkpoint, {}, time.time(), sharded=False)
+            writer.finish()
         with patch.dict(os.environ, variables):
             world = context.TrainContext(0, 1, 0, 1, run_id="inline", backend="gloo", storage_path=home.name)
-            writer = open_writer(home.name, "the directory of this run")
             session = context._session = context._Session(world, note, writer, scratch=home.name)
             value = train(*args, **dict(kwargs or {}))
             for function in session.at_return:
@@ -113,8 +116,24 @@ def run_inline(
         context._session = before
         if dist.is_initialized() and not had_group:
             dist.destroy_process_group()
-        store.clear()
+        rendezvous.clear()
         if not is_over:
             # The exception's traceback would keep it.
             home.cleanup()
     return InlineRun(session.result if value is None else value, metrics, writer.last, home)
+
+
+def _writer(home: str) -> CheckpointWriter:
+    """Returns a writer in a directory, whose checkpoints count as soon as they are written."""
+
+    def send(message: messages.Message) -> None:
+        if isinstance(message, messages.Part):
+            manifest = Manifest.of_parts(home, 0, 1, {0: message.facts()})
+            store.write_bytes(store.join(manifest.folder, PIECES), (message.pieces or "").encode())
+            writer.committed(manifest.for_ranks([0]))
+        elif isinstance(message, messages.PartFailed):
+            writer.on_message(messages.NotCommitted(message.index))
+
+    start = messages.Start(run_directory=home, run_token="", shared=True, scratch=home)
+    writer = CheckpointWriter(Parts(start, str), 0, 0, 1, send)
+    return writer

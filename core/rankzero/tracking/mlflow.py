@@ -80,7 +80,7 @@ class MLflow(Tracker):
         self._id = found[0].info.run_id if found else None
         if self._id is None:
             tags = {TRAINING: training, DIRECTORY: run.directory, **_tags_of(run), **self.tags}
-            made = client.create_run(experiment, int(run.created * 1000), _cut(tags), run_name=run.id)
+            made = client.create_run(experiment, int(run.job.created * 1000), _cut(tags), run_name=run.id)
             self._id = made.info.run_id
         else:
             client.update_run(self._id, status="RUNNING")
@@ -144,7 +144,7 @@ def training_of(run: RunHandle[Any]) -> str:
 
 
 def _tags_of(run: RunHandle[Any]) -> dict[str, Any]:
-    own = {"run_id": run.id, "identity": run.identity, "code_version": run.code_version}
+    own = {"run_id": run.id, "identity": run.job.identity, "code_version": run.job.code_version}
     known = {f"rankzero.{name}": value for name, value in own.items() if value}
     return {**known, **run.labels}
 

@@ -3,12 +3,6 @@
 Workers import this package, so it may import only the standard library and torch. torch is imported late, since a
 pipeline imports `rankzero.train` where torch is not installed. Outside of a run the functions use the world that
 ``torchrun`` made, or a world of one rank, so that a training function can be tested without a launcher.
-
-`report` copies the state in memory, and a thread writes it, one copy at a time; a directory is archived immediately,
-since its owner may delete it. A rank that has returned first writes its pending copies. A rank that has failed reports
-the failure, and continues to write within ``stop_grace``. An agent sends a rank SIGTERM only when the checkpoints that
-its ranks have begun are written, so a rank that raises costs its peers no checkpoint. Parts that are not sharded are
-for a world of the same size: another one gets an error.
 """
 
 from __future__ import annotations
@@ -18,18 +12,15 @@ from typing import TYPE_CHECKING
 from rankzero import lazy_names
 from rankzero.train.checkpoint import Checkpoint
 from rankzero.train.context import TrainContext, get_checkpoint, get_context, report, set_result
-from rankzero.train.dataset import DatasetShard, dataset_names, get_dataset_shard
+from rankzero.train.dataset import DatasetShard, get_dataset_shard
 from rankzero.train.model import (
-    accumulate,
-    autocast,
-    clip_grad_norm,
+    full_optimizer_state_dict,
     full_state_dict,
-    grad_scaler,
+    load_full_optimizer_state_dict,
     load_full_state_dict,
     prepare_model,
     unwrap_model,
 )
-from rankzero.train.optimizer_state import full_optimizer_state_dict, load_full_optimizer_state_dict
 from rankzero.train.process_group import (
     all_gather_object,
     barrier,
@@ -49,20 +40,15 @@ __all__ = [
     "DatasetShard",
     "PreparedDataLoader",
     "TrainContext",
-    "accumulate",
     "all_gather_object",
-    "autocast",
     "barrier",
     "broadcast_object",
-    "clip_grad_norm",
-    "dataset_names",
     "ensure_process_group",
     "full_optimizer_state_dict",
     "full_state_dict",
     "get_checkpoint",
     "get_context",
     "get_dataset_shard",
-    "grad_scaler",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "on_rank_zero",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from rankzero.errors import ResultError
 from rankzero.values import formats, sharded
 
 if TYPE_CHECKING:
-    from rankzero.train.parts import ListedParts, Part, Parts
+    from rankzero.train.parts import Part, Parts
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,8 @@ class Checkpoint:
     """A committed checkpoint of this run, whatever the world size of the attempt that wrote it.
 
     A whole checkpoint (rank 0's) is the same for every rank of any world. A sharded checkpoint can be read by a world
-    of any size if it consists of states with DTensors or of a directory of ``torch.distributed.checkpoint``: each rank
-    reads the pieces that it needs. Other sharded checkpoints are read by a world of the same size, or part by part with
-    ``rank=``: ``world_size`` is the number of ranks that wrote them, and `rankzero.train.get_context` has the number of
-    ranks now.
+    of any size if it consists of states with DTensors or of directories of ``torch.distributed.checkpoint``: each rank
+    reads the pieces that it needs. Other sharded checkpoints are read by a world of the same size, or part by part.
 
     Attributes:
         id: Name of the checkpoint.
@@ -39,15 +38,15 @@ class Checkpoint:
     sharded: bool
     _rank: int = field(repr=False)
     _present_world_size: int = field(repr=False)
-    _parts: ListedParts = field(repr=False)
+    _manifest: Mapping[str, Any] = field(repr=False)
     _files: Parts = field(repr=False)
     _note_damage: Callable[[], None] = field(repr=False)
 
     def load(self, rank: int | None = None, *, into: dict[Any, Any] | None = None) -> Any:
         """Returns the state that was passed to `rankzero.train.report`, with tensors on the CPU.
 
-        A DTensor is returned as a whole tensor, unless ``into`` has a DTensor for it. All other values of a sharded
-        state are those of this rank, or of rank 0 if the checkpoint has no part of this rank.
+        A DTensor is returned whole, unless ``into`` has a DTensor for it. All other values of a sharded state are those
+        of this rank, or of rank 0 if the checkpoint has no part of this rank.
 
         Args:
             rank: The rank whose part of a sharded checkpoint is loaded; None for this rank's.
@@ -57,9 +56,8 @@ class Checkpoint:
                 they hold DTensors.
 
         Raises:
-            ResultError: the file is damaged or cannot be reached, or the checkpoint is a directory; ranks of another
-                world size wrote parts that cannot be resharded; ``into`` lacks values that the checkpoint has, or has
-                tensors that the checkpoint lacks.
+            ResultError: the file is damaged or cannot be reached, the checkpoint is a directory or was written by
+                another world and cannot be resharded, or ``into`` has other tensors.
 
         Example:
             >>> import torch
@@ -68,15 +66,15 @@ class Checkpoint:
             >>> if checkpoint := rt.get_checkpoint():
             ...     state = checkpoint.load(into={"model": model.state_dict()})
         """
-        name, part = self._part(rank)
-        if part["format"] in (formats.DIRECTORY, formats.DISTRIBUTED):
-            raise ResultError(f"checkpoint {self.id} is a directory: use as_directory() or to_directory(path)")
         with self._still_there():
+            name, part = self._part(rank)
+            if part["format"] in (formats.DIRECTORY, formats.DISTRIBUTED):
+                raise ResultError(f"checkpoint {self.id} is a directory: use as_directory() or to_directory(path)")
             if part["format"] == formats.SHARDS:
-                indexes = self._files.indexes(self.id, self._parts)
-                with sharded.ShardedState(name, self._parts, indexes, self._open) as state:
+                indexes = self._files.indexes(self.id, self._all)
+                with sharded.ShardedState(name, self._all, indexes, self._open) as state:
                     return state.load(into)
-            found = formats.read(self._path(name), part["format"], part["sha256"])
+            found = formats.read(self._files.path(self.id, name, part), part["format"], part["sha256"])
         return found if into is None else sharded.fill(into, found)
 
     def to_directory(self, path: str | os.PathLike[str], rank: int | None = None) -> str:
@@ -89,36 +87,34 @@ class Checkpoint:
             path: Local directory.
             rank: The rank whose part of a sharded checkpoint is copied; None for this rank's.
 
-        Returns:
-            The directory.
-
         Raises:
-            ResultError: the file is damaged or cannot be reached, or the checkpoint is a state; ranks of another world
-                size wrote parts that cannot be resharded.
+            ResultError: the file is damaged or cannot be reached, the checkpoint is a state, or it was written by
+                another world and cannot be resharded.
         """
-        name, part = self._part(rank)
-        if part["format"] not in (formats.DIRECTORY, formats.DISTRIBUTED):
-            raise ResultError(f"checkpoint {self.id} is a state, not a directory: use load()")
         target = os.fspath(path)
-        os.makedirs(target, exist_ok=True)
         with self._still_there():
-            for each in self._parts if rank is None and self._is_reshardable else [name]:
-                formats.read_directory(self._path(each), self._parts[each]["sha256"], target)
+            name, part = self._part(rank)
+            if part["format"] not in (formats.DIRECTORY, formats.DISTRIBUTED):
+                raise ResultError(f"checkpoint {self.id} is a state, not a directory: use load()")
+            os.makedirs(target, exist_ok=True)
+            for each in self._all if rank is None and part["format"] == formats.DISTRIBUTED else [name]:
+                part = self._facts(each)
+                formats.read_directory(self._files.path(self.id, each, part), part["sha256"], target)
         return target
 
     @contextlib.contextmanager
-    def as_directory(self, rank: int | None = None) -> Iterator[str]:
+    def as_directory(self) -> Iterator[str]:
         """Yields a temporary local copy as `to_directory` makes it, and removes it at the end of the block."""
         # The agent has checked that this directory has room.
         scratch = os.environ.get("RANKZERO_SCRATCH")
         with tempfile.TemporaryDirectory(prefix="rankzero-checkpoint-", dir=scratch) as directory:
-            yield self.to_directory(directory, rank)
+            yield self.to_directory(directory)
 
     @contextlib.contextmanager
     def _still_there(self) -> Iterator[None]:
+        self._files.is_being_read = True
         try:
-            with self._files.reading():
-                yield
+            yield
         except ResultError as error:
             if error.is_damage:
                 self._note_damage()
@@ -130,43 +126,28 @@ class Checkpoint:
             raise ResultError(
                 f"checkpoint {self.id} was deleted, since it is not kept: call get_checkpoint() for the newest one"
             ) from None
+        finally:
+            self._files.is_being_read = False
 
-    @property
-    def _is_reshardable(self) -> bool:
-        """Returns True if a world of any size can read the checkpoint."""
-        return not self._parts.formats.isdisjoint((formats.SHARDS, formats.DISTRIBUTED))
+    @functools.cached_property
+    def _all(self) -> Mapping[str, Part]:
+        return self._files.all_of(self._manifest)
 
-    def _part(self, rank: int | None) -> tuple[str, Part]:
+    def _part(self, rank: int | None = None) -> tuple[str, Part]:
         """Returns the rank, as text, and the facts of the part that ``load(rank)`` reads."""
-        if not self.sharded:
-            return "0", self._parts["0"]
-        if rank is None and self._is_reshardable:
-            rank = self._rank if str(self._rank) in self._parts else 0
-        elif rank is None and self.world_size != self._present_world_size:
+        is_resharded = not {formats.SHARDS, formats.DISTRIBUTED}.isdisjoint(self._manifest["formats"])
+        if rank is None and self.sharded and not is_resharded and self.world_size != self._present_world_size:
             raise ResultError(
                 f"checkpoint {self.id} has a part of each of {self.world_size} ranks, and this world has "
                 f"{self._present_world_size}: choose one, load(rank=...); or report states with DTensors (FSDP2), "
                 "which a world of any size can load"
             )
-        name = str(self._rank if rank is None else rank)
-        if name not in self._parts:
-            raise ResultError(f"checkpoint {self.id} of {self.world_size} ranks has no part of rank {name}")
-        return name, self._parts[name]
+        chosen = self._rank if rank is None else rank
+        name = str(chosen) if self.sharded and chosen < self.world_size else "0"
+        return name, self._facts(name)
 
-    def _path(self, name: str) -> str:
-        return self._files.path(self.id, name, self._parts[name])
+    def _facts(self, name: str) -> Part:
+        return self._manifest["parts"].get(name) or self._all[name]
 
     def _open(self, name: str) -> Any:
-        return self._files.open(self.id, name, self._parts[name])
-
-
-def as_directory(value: object) -> str | None:
-    """Returns the path of a reported checkpoint that is a directory; None for a dict. Raises TypeError for neither."""
-    if isinstance(value, (str, os.PathLike)):
-        path = os.fspath(value)
-        if not isinstance(path, str) or not os.path.isdir(path):
-            raise TypeError(f"checkpoint is {value!r}; there is no such directory")
-        return path
-    if isinstance(value, dict):
-        return None
-    raise TypeError(f"checkpoint is of type {type(value).__name__}; give a directory or a dict of tensors and values")
+        return self._files.open(self.id, name, self._facts(name))

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rankzero.errors import ResultError
 from rankzero.values.plain import metric_name, scalar
 
 if TYPE_CHECKING:
@@ -26,10 +25,6 @@ if TYPE_CHECKING:
 
 REPORT_LIMIT = 1 << 20
 """Most bytes that the metrics of one report take as JSON."""
-
-STORAGE = "RANKZERO_STORAGE"
-"""Environment variable: local directory for the checkpoints of a script that is started by hand. Without it no
-checkpoint is stored, so that a forgotten one cannot change what a script does."""
 
 RANK_PROCESS = "RANKZERO_RANK_PROCESS"
 """Environment variable: process id of the rank, set in the rank and in the processes that it starts."""
@@ -49,7 +44,7 @@ class TrainContext:
         attempt: Number of this attempt of the run, from 0; under ``torchrun`` its restart count.
         use_gpu: Whether this worker owns a GPU.
         backend: ``"nccl"`` (on Intel's GPUs ``"xccl"``), ``"gloo"`` or None, as resolved from the launcher's.
-        storage_path: The run directory, if this host sees it; outside of a run ``$RANKZERO_STORAGE``; else None.
+        storage_path: The run directory, if this host sees it; else None.
         labels: `Launcher.labels`; in a task of Airflow its names, and ``partition_key`` if the DAG run has one.
     """
 
@@ -72,23 +67,13 @@ class TrainContext:
 
     @property
     def device(self) -> torch.device:
-        """Returns the device of this worker: its GPU if the job asked for GPUs, else the CPU.
-
-        Raises:
-            RuntimeError: the job asked for GPUs, but torch in this worker cannot use them.
-        """
+        """Returns the device of this worker: its GPU if the job asked for GPUs, else the CPU. Raises RuntimeError."""
         import torch
 
-        if not self.use_gpu:
-            return torch.device("cpu")
-        kind = accelerator()
+        kind = accelerator() if self.use_gpu else "cpu"
         if kind is None:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            raise RuntimeError(
-                f"use_gpu=True and this task was given the GPUs {visible!r}, but torch "
-                f"{torch.__version__} cannot use CUDA here: install a CUDA build of torch and a driver"
-            )
-        return torch.device(kind, self.local_rank)
+            raise RuntimeError("use_gpu=True, but torch cannot use CUDA here: install a CUDA build of it and a driver")
+        return torch.device(kind, self.local_rank) if self.use_gpu else torch.device("cpu")
 
 
 def accelerator() -> str | None:
@@ -122,12 +107,9 @@ class _Session:
     scratch: str | None = None
     parts: Parts | None = None
     shards: dict[str, Any] = field(default_factory=dict)
-    positions: dict[str, Any] = field(default_factory=dict)
     row_schemas: dict[str, Any] = field(default_factory=dict)
     row_files: itertools.count[int] = field(default_factory=itertools.count)
-    unremoved: dict[str, Callable[[str], object]] = field(default_factory=dict)
     resumed: bool = False
-    has_reported: bool = False
 
     @functools.cached_property
     def directory(self) -> str:
@@ -137,10 +119,6 @@ class _Session:
             return self._own_directory.name
         return self.scratch
 
-    def note_position(self, state: Mapping[str, Any]) -> None:
-        """Records the state of a dataset, which the next checkpoint may hold: all ranks have to be at the same one."""
-        self.positions[str(state["rows"])] = [state["epoch"], state["consumed"]]
-
     def count_progress(self) -> int:
         """Returns a number that rises with each sign of progress, such as each call while a checkpoint is written."""
         if self.writer and self.writer.busy:
@@ -149,13 +127,13 @@ class _Session:
 
     def note_report(self) -> None:
         """Prints a line with the first report of a training that has not asked for the checkpoint to resume from."""
-        offered = self.writer.last if self.writer and not self.has_reported and not self.resumed else None
+        offered = self.writer.last if self.writer and not self.resumed else None
+        self.resumed = True
         if offered and self.context.rank == 0:
             # The function may have closed its output.
             with contextlib.suppress(OSError, ValueError):
                 what = f"get_checkpoint() was not called, so nothing resumes from checkpoint {offered.id}"
                 print(f"rankzero: {what}", flush=True)
-        self.has_reported = True
 
 
 _session: _Session | None = None
@@ -165,13 +143,7 @@ def current() -> _Session:
     """Returns the session of this process; outside of a run one from ``torchrun``'s environment variables."""
     global _session
     if _session is None:
-        context = _from_environment()
-        writer = None
-        if context.storage_path is not None:
-            from rankzero.train import standalone
-
-            writer = standalone.open_writer(context.storage_path, STORAGE)
-        _session = _Session(context, writer=writer)
+        _session = _Session(_from_environment())
     return _session
 
 
@@ -196,27 +168,20 @@ def own(call: str) -> _Session:
 
 def _from_environment() -> TrainContext:
     """Returns the context outside of a run, from ``torchrun``'s environment variables; without them one rank."""
-
-    def number(name: str, default: int) -> int:
-        return int(os.environ.get(name, default))
-
-    try:
+    names = {
+        "rank": "RANK",
+        "world_size": "WORLD_SIZE",
+        "local_rank": "LOCAL_RANK",
+        "local_world_size": "LOCAL_WORLD_SIZE",
+        "node_rank": "GROUP_RANK",
+        "attempt": "TORCHELASTIC_RESTART_COUNT",
+    }
+    numbers: Any = {field: int(os.environ[name]) for field, name in names.items() if name in os.environ}
+    kind = None
+    with contextlib.suppress(ImportError):
         kind = accelerator()
-    except ImportError:
-        kind = None
-    return TrainContext(
-        rank=number("RANK", 0),
-        world_size=number("WORLD_SIZE", 1),
-        local_rank=number("LOCAL_RANK", 0),
-        local_world_size=number("LOCAL_WORLD_SIZE", 1),
-        node_rank=number("GROUP_RANK", 0),
-        run_id=os.environ.get("TORCHELASTIC_RUN_ID", "no-run"),
-        attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
-        use_gpu=kind is not None,
-        backend=_BACKENDS.get(kind, "gloo"),
-        # Without a driver no process would give several ranks the same checkpoint.
-        storage_path=os.environ.get(STORAGE) or None if number("WORLD_SIZE", 1) == 1 else None,
-    )
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "no-run")
+    return TrainContext(run_id=run_id, use_gpu=kind is not None, backend=_BACKENDS.get(kind, "gloo"), **numbers)
 
 
 def install(
@@ -227,42 +192,25 @@ def install(
     datasets: str | None,
     scratch: str,
 ) -> _Session:
-    """Makes this process a worker of a run. Called by the worker, not by users.
-
-    Args:
-        context: Identity of the rank.
-        send_report: Sends the metrics of a report, given as JSON.
-        writer: Writes checkpoints.
-        parts: Reads and writes files of the run directory.
-        datasets: Path of the file that describes the datasets of the run; None if there are none.
-        scratch: Directory of this task.
-    """
+    """Makes this process a worker of a run. Called by the worker, not by users."""
     global _session
     _session = _Session(context, send_report, writer, datasets=datasets, scratch=scratch, parts=parts)
     return _session
 
 
 def get_context() -> TrainContext:
-    """Returns the context of this worker; outside of a run ``torchrun``'s world, or a world of one rank.
-
-    Example:
-        >>> import rankzero.train as rt
-        >>> rt.get_context().world_size
-        1
-    """
+    """Returns the context of this worker; outside of a run ``torchrun``'s world, or a world of one rank."""
     return current().context
 
 
 def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bool = False) -> None:
     """Reports metrics of this rank, and optionally a checkpoint. Counts as progress for ``hang_timeout``.
 
-    Outside of a run rank 0 prints the metrics. There a checkpoint is stored only by a world of one rank, in the
-    directory that the environment variable ``RANKZERO_STORAGE`` names.
+    Outside of a run rank 0 prints the metrics, and no checkpoint is stored.
 
-    The call never waits for other ranks. A thread writes and commits a copy of the checkpoint while training continues;
-    the next report with a checkpoint waits until this one is written. When all parts are stored, the checkpoint is the
-    one that `get_checkpoint` returns and from which a restart resumes. Until then, or if a part fails, the previous one
-    is used.
+    The call never waits for other ranks. A thread writes a copy of the checkpoint while training continues; the next
+    report with a checkpoint waits until this one is written. When all parts are stored, `get_checkpoint` returns the
+    checkpoint, and a restart resumes from it. Until then, or if a part fails, the previous one is used.
 
     Args:
         metrics: Name to value. Numbers, strings, and one-element tensors or arrays. An integer of more than 2048 bits
@@ -277,8 +225,7 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
             neither a directory nor a dict.
         RuntimeError: this process is not the rank, but one that the rank has started.
         ValueError: sharded and whole checkpoints in one run, or metrics of more than 1 MiB as JSON.
-        ResultError: the checkpoint, or the one before it, cannot be written here (a full disk, a value that cannot be
-            pickled).
+        ResultError: the checkpoint, or the one before it, cannot be pickled or written here.
 
     Example:
         >>> import rankzero.train as rt
@@ -306,18 +253,15 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
         shown = (f"{name}={value:.6g}" if type(value) is float else f"{name}={value}" for name, value in values.items())
         print(f"report {session.progress}:", *shown, flush=True)
     if checkpoint is not None and session.writer is not None:
-        session.writer.write(
-            checkpoint, values, now, sharded=sharded, has_result=session.has_result, positions=session.positions
-        )
-        session.positions = {}
+        session.writer.write(checkpoint, values, now, sharded=sharded, has_result=session.has_result)
         session.checkpoints += 1
 
 
 def await_checkpoint() -> None:
     """Waits until the last checkpoint that this rank has reported is committed, or has failed with a log message.
 
-    If rank 0's checkpoints are the whole ones, every rank that has reported as often waits for the same checkpoint, and
-    no rank waits for one that rank 0 did not report. After ten minutes the call returns anyway, with a log message.
+    With whole checkpoints, every rank that has reported as often as rank 0 waits for the same one. After ten minutes
+    the call returns anyway, with a log message.
     """
     session = own("await_checkpoint")
     if session.writer is not None:
@@ -328,7 +272,7 @@ def get_checkpoint() -> Checkpoint | None:
     """Returns the last committed checkpoint of this run, of this attempt or an earlier one; None if there is none.
 
     Every rank of a new attempt gets the same checkpoint. A rank that has reported no checkpoint in this attempt keeps
-    the one that it started from; with whole checkpoints, which rank 0 writes, these are all other ranks.
+    the one that it started from.
 
     Example:
         >>> import rankzero.train as rt
@@ -359,15 +303,13 @@ def set_result(value: object) -> None:
 
 def _copied(value: object) -> object:
     """Returns a copy of a value; the value itself if it is sharded, or cannot be pickled, which its commit reports."""
-    if "torch" not in sys.modules:
-        return value
-    from rankzero.train import snapshot
+    from rankzero.values import pickled
 
     try:
-        copy, is_sharded = snapshot.take({"value": value})
-    except ResultError:
+        data = bytearray().join(pickled.pickled(value))
+        return pickled.unpack(memoryview(data), pickled.Loader)
+    except Exception:
         return value
-    return value if is_sharded else copy["value"]
 
 
 def at_return(function: Callable[[], object]) -> None:

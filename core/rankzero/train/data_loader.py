@@ -5,144 +5,106 @@ The module imports torch, so `rankzero.train` imports it late.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
-from typing import Any, cast
+from collections.abc import Iterator, Mapping
+from itertools import cycle, islice
+from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from rankzero.train.batches import ARE_BATCHES, BatchDataset, SampleDataset
-from rankzero.train.context import current, get_context
-from rankzero.train.epochs import Epochs, Position
+from rankzero.train.batches import on_device
+from rankzero.train.context import get_context
+from rankzero.train.dataset import Epochs, Position
 from rankzero.train.process_group import broadcast_object
-from rankzero.train.share import ShardedIterable, Share, Skipping, samplers_of
-
-Batch = Any
 
 
-class PreparedDataLoader:
-    """A loader of this rank's share, as `prepare_data_loader` returns it. It has the attributes of the original loader.
-
-    Attributes:
-        loader: The loader of this rank's share.
-    """
+class PreparedDataLoader(Epochs):
+    """A loader of this rank's share, as `prepare_data_loader` returns it. It has the attributes of ``loader``."""
 
     def __init__(self, loader: DataLoader[Any], device: torch.device | None) -> None:
+        super().__init__()
         self.loader = loader
-        self._epochs = Epochs()
         self._device = device
         self._sampled = getattr(loader.sampler, "epoch", None)
-
-    @property
-    def epoch(self) -> int:
-        """Returns the number of the epoch that is running or, between two, comes next; from 0."""
-        return self._epochs.number
+        self._skips = False
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("loader", "_epochs"):
+        if name.startswith("_") or name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next iteration. Optional: each iteration increases the epoch by one.
-
-        A position that was loaded belongs to its epoch: that one is resumed, any other epoch begins at its first batch.
-        """
-        self._epochs.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[Batch]:
-        sampler, batch_sampler = self.loader.sampler, self.loader.batch_sampler
+    def __iter__(self) -> Iterator[Any]:
+        sampler, batch_sampler, data = self.loader.sampler, self.loader.batch_sampler, self.loader.dataset
         if isinstance(sampler, DistributedSampler) and sampler.epoch != self._sampled:
-            # The training function has set the epoch itself.
+            # The training function has set it.
             self.set_epoch(sampler.epoch)
-        at = self._epochs.begin()
-        for part in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None), self.loader.dataset):
+        at = self._begin(data)
+        for part in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None), data):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(at.epoch)
-        if at.loader is not None:
-            # Not earlier, since `set_epoch` may still choose another epoch.
-            self.loader.load_state_dict(at.loader)  # type: ignore[attr-defined]
-            at.loader = None
-        if self._epochs.is_running and self.loader.persistent_workers:
-            # The outer loop keeps its processes, which would restart for the inner one.
-            self.loader._iterator = None
-        data = self.loader.dataset
-        if isinstance(data, BatchDataset) and data.consumed != at.consumed:
-            # The loader's persistent processes would not see the change.
-            data.consumed, self.loader._iterator = at.consumed, None
         self._sampled = at.epoch
-        batches = self._from(at.skipped)
+        batches = self._from(at)
         if self._device is not None:
-            ahead = self._device.type == "cuda" and not self._is_stateful()
-            batches = on_device(batches, self._device, ahead=ahead)
-        yield from self._epochs.count(at, batches)
+            batches = on_device(batches, self._device)
+        yield from self._count(at, batches)
 
-    def _from(self, skip: int) -> Iterator[Batch]:
-        batch_sampler = self.loader.batch_sampler
-        if isinstance(batch_sampler, Skipping):
-            # Skipping in the sampler avoids loading the rows.
-            batch_sampler.skip = skip
+    def _from(self, at: Position) -> Iterator[Any]:
+        """Returns the batches behind the position at which an iteration begins."""
+        shape = self._shape()
+        if at.loaded:
+            at.done = self._consumed(at.loaded, shape)
+        own = at.loaded.get("loader") if at.loaded and shape.items() <= at.loaded.items() else None
+        self._skips = own is None and at.done > 0
+        if own is not None:
+            self.loader.load_state_dict(own)  # type: ignore[attr-defined]
+        if not self._skips:
             return iter(self.loader)
-        return islice(self.loader, skip, None)
+        if self.loader.batch_sampler is None or hasattr(self.loader, "load_state_dict"):
+            return islice(self.loader, at.done, None)
+        # The rows of the batches that are skipped are not loaded.
+        rest = copy.copy(self.loader)
+        _replace(rest, batch_sampler=islice(self.loader.batch_sampler, at.done, None), _iterator=None)
+        return iter(rest)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of this loader, for a checkpoint from which training resumes inside an epoch."""
-        at = self._epochs.position()
-        if isinstance(data := self.loader.dataset, BatchDataset):
-            state = data.state(at.epoch, at.consumed, at.done)
-            current().note_position(state)
-            return state
-        state = {"epoch": at.epoch, "batches": at.done, "world_size": get_context().world_size}
-        state |= {"batch_size": self.loader.batch_size, "rows": self._num_rows}
-        if at.loader is not None:
-            state["loader"] = at.loader
-        elif self._is_stateful() and not at.skipped and at.alone:
-            # The loader's own state would not contain skipped batches, and is that of its last iteration.
+        at = self._at
+        if at.data is None and at.loaded is not None:
+            return dict(at.loaded)
+        state = {"epoch": at.epoch, "batches": at.done, **self._shape()}
+        if at.data is not None and hasattr(self.loader, "load_state_dict") and not self._skips:
+            # A loader of torchdata, whose workers and data set have a state, but not without batches that were skipped.
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
         return state
 
-    @property
-    def _num_rows(self) -> int | None:
-        return len(self.loader.dataset) if hasattr(self.loader.dataset, "__len__") else None
+    def _shape(self) -> dict[str, Any]:
+        rows = None
+        with contextlib.suppress(TypeError):
+            rows = len(self.loader.dataset)  # type: ignore[arg-type]
+        return {"world_size": get_context().world_size, "batch_size": self.loader.batch_size, "rows": rows}
 
-    def _is_stateful(self) -> bool:
-        """Returns True for a loader of torchdata, whose workers and data set have a state."""
-        return hasattr(self.loader, "load_state_dict")
+    def _consumed(self, state: Mapping[str, Any], now: Mapping[str, Any]) -> int:
+        """Returns the number of this rank's batches that were consumed in an epoch, perhaps by another world."""
+        if state["rows"] != now["rows"]:
+            print(f"rankzero: the data set had {state['rows']} rows before; its epoch begins at its first batch")
+            return 0
+        # Batches of a batch sampler have no size.
+        before, size = (state["batch_size"] or 1, now["batch_size"] or 1)
+        return int(state["batches"] * state["world_size"] * before // (now["world_size"] * size))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes at the position of ``state``: the next iteration yields the rest of that epoch, which may be empty.
 
         After a change of the world size or of the batch size the ranks resume at the same position of the epoch,
-        rounded down to whole batches. The data and their order have to be the same: that many batches are skipped. With
-        the data of `DatasetShard.to_torch` every row is used exactly once.
+        rounded down to whole batches. The data and their order have to be the same: that many batches are skipped.
         """
-        if isinstance(data := self.loader.dataset, BatchDataset):
-            from rankzero.data.shares import Stretch
-
-            data.check(state)
-            current().resumed = True
-            consumed = [Stretch.from_json(values) for values in state["consumed"]]
-            self._epochs.start_at(Position(state["epoch"], consumed=consumed))
-            return
-        world_size = get_context().world_size
-        # States of earlier versions have no batch size, and neither have loaders with a batch sampler.
-        before, now = state.get("batch_size") or 0, self.loader.batch_size or 0
-        before, now = (before, now) if before and now else (1, 1)
-        done = state["batches"] * state["world_size"] * before // (world_size * now)
-        if state.get("rows", self._num_rows) != self._num_rows:
-            print(f"rankzero: the data set had {state['rows']} rows before; its epoch begins at its first batch")
-            done = 0
-        at = Position(state["epoch"], done, done)
-        if "loader" in state and self._is_stateful() and (state["world_size"], before) == (world_size, now):
-            at.skipped, at.loader = 0, state["loader"]
-        self._epochs.start_at(at)
+        self._at = Position(state["epoch"], state)
 
 
 def prepare_data_loader(
@@ -154,28 +116,20 @@ def prepare_data_loader(
     the batch sampler and the data set is called automatically.
 
     * A sequential or shuffling loader gets a `torch.utils.data.distributed.DistributedSampler`.
-    * Another sampler is drawn on rank 0, once for each epoch, and every rank gets its part of that order. The batches
-      of a custom batch sampler are distributed in the same way. Random numbers of torch and Python are seeded for it.
-    * A sampler with the attributes ``num_replicas`` and ``rank`` yields this rank's share already, and is kept, as is a
-      batch sampler of it. The data of `DatasetShard.to_torch` is this rank's share, too.
-    * Another iterable data set must yield its items in the same order on every rank; each rank gets every n-th item.
+    * Another sampler, or batch sampler, is drawn on rank 0, once for each epoch, with seeded random numbers of torch,
+      and every rank gets its part. One with the attributes ``num_replicas`` and ``rank`` is kept.
+    * An iterable data set must yield its items in the same order on every rank; each rank gets every n-th item.
 
     Args:
         loader: The loader of the whole data; its ``batch_size`` is that of one rank.
-        shard: False if the data is this rank's share already. A ``DistributedSampler`` is always kept.
-        move: Whether batches are moved to the rank's device. On CUDA the next batch is copied on a separate stream.
+        shard: False if the data is this rank's share already: the loader's own samplers are kept.
+        move: Whether batches are moved to the rank's device.
         pad: Whether every rank gets the same number of items, so that no rank blocks in a collective. A few items then
-            come twice, or with the loader's ``drop_last`` not at all. False: every item comes exactly once; see
-            ``DistributedDataParallel.join``.
+            come twice. False: every item comes exactly once; see ``DistributedDataParallel.join``.
         seed: Seed of the order. None: the seed of the loader's ``generator``, that of rank 0 for all ranks; else 0.
 
-    Returns:
-        The loader to iterate over.
-
     Raises:
-        TypeError: not a DataLoader; a sampler without a length, for several ranks; Horovod's ``ElasticSampler``, which
-            keeps its own position; or a loader of `DatasetShard.to_torch`'s data that would combine batches into
-            larger batches.
+        TypeError: not a DataLoader, a sampler without a length, or Horovod's ``ElasticSampler``.
 
     Example:
         >>> import torch
@@ -185,96 +139,111 @@ def prepare_data_loader(
         >>> [len(values) for [values] in loader]
         [4, 2]
     """
-    context = get_context()
-    share = Share(context.rank, context.world_size, pad) if shard else Share(0, 1, pad)
-    sampler = getattr(loader, "sampler", None)
-    # torchdata's sampler makes a generator itself if it gets none, with another seed in each process.
-    chooses = loader if type(sampler).__module__.startswith("torchdata.") else sampler
-    if seed is None and isinstance(generator := getattr(chooses, "generator", None), torch.Generator):
-        # The sum with the number of an epoch must remain a seed.
-        seed = generator.initial_seed() % 2**63
-        seed = broadcast_object(seed) if shard else seed
-    return prepared(loader, share, move=move, seed=seed or 0)
-
-
-def prepared(loader: DataLoader[Any], share: Share, *, move: bool, seed: int | None) -> PreparedDataLoader:
-    """Returns a loader of a share of the data, as `prepare_data_loader` does.
-
-    Args:
-        loader: As for `prepare_data_loader`.
-        share: The share of the data.
-        move: As for `prepare_data_loader`.
-        seed: Seed of the order; None keeps the loader's own samplers and their random numbers.
-
-    Raises:
-        TypeError: as `prepare_data_loader`.
-    """
     if isinstance(loader, PreparedDataLoader):
         return loader
     if not isinstance(loader, DataLoader):
         raise TypeError(f"prepare_data_loader takes a torch.utils.data.DataLoader, not a {type(loader).__name__}")
-    is_share = isinstance(loader.dataset, (BatchDataset, SampleDataset))
-    if is_share and loader.batch_size is not None:
-        raise TypeError(ARE_BATCHES)
     if hasattr(loader.sampler, "processed_num"):
         raise TypeError(
             f"the sampler {type(loader.sampler).__name__} shares out the indices and keeps the position itself, which "
             "the epochs of a prepared loader would clear: use the loader as it is"
         )
+    context = get_context()
     # A copy with another sampler keeps attributes that a constructor may not accept, such as those of a subclass.
     mine = copy.copy(loader)
-    replaced: dict[str, Any] = {"_iterator": None}
-    if not isinstance(loader.dataset, IterableDataset):
-        replaced |= samplers_of(loader, seed, share)
-    elif share.world_size > 1 and not is_share:
-        replaced["dataset"] = ShardedIterable(loader.dataset, share)
-    for name, value in replaced.items():
-        # DataLoader.__setattr__ refuses these names after its constructor.
-        object.__setattr__(mine, name, value)
-    device = get_context().device if move else None
+    _replace(mine, _iterator=None)
+    if shard:
+        if seed is None and loader.generator is not None:
+            # The sum with the number of an epoch must remain a seed.
+            seed = broadcast_object(loader.generator.initial_seed() % 2**63)
+        share = context.rank, context.world_size, pad, seed or 0
+        if isinstance(loader.dataset, IterableDataset):
+            _replace(mine, dataset=_ShareOf(loader.dataset, *share))
+        else:
+            _replace(mine, **_samplers_of(loader, *share))
+    device = context.device if move else None
     return PreparedDataLoader(mine, None if device is None or device.type == "cpu" else device)
 
 
-def on_device(batches: Iterator[Batch], device: torch.device, *, ahead: bool) -> Iterator[Batch]:
-    """Yields each batch on the device; with ``ahead`` the next one is copied meanwhile, on a separate CUDA stream."""
-    if not ahead:
-        yield from (_moved(batch, lambda tensor: tensor.to(device)) for batch in batches)
-        return
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def copy_next() -> list[Batch]:
-        with torch.cuda.stream(stream):
-            return [_moved(batch, lambda tensor: tensor.to(device, non_blocking=True)) for batch in islice(batches, 1)]
-
-    def read_here(tensor: torch.Tensor) -> torch.Tensor:
-        # The copying stream must not reuse this memory before the training's stream has read it.
-        tensor.record_stream(torch.cuda.current_stream(device))
-        return tensor
-
-    coming = copy_next()
-    while coming:
-        torch.cuda.current_stream(device).wait_stream(stream)
-        batch = _moved(coming[0], read_here)
-        coming = copy_next()
-        yield batch
+def _replace(loader: DataLoader[Any], **attributes: Any) -> None:
+    for name, value in attributes.items():
+        # DataLoader.__setattr__ refuses some names after its constructor.
+        object.__setattr__(loader, name, value)
 
 
-def _moved(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    """Returns a batch with each tensor in it moved; tuples, named tuples, lists and mappings keep their types."""
-    if isinstance(batch, torch.Tensor):
-        return move(batch)
-    if isinstance(batch, PackedSequence):
-        # The batch sizes of this named tuple must stay on the CPU.
-        return type(batch)(move(batch.data), batch.batch_sizes, *(_moved(indices, move) for indices in batch[2:]))
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_moved(part, move) for part in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(_moved(part, move) for part in batch)
-    if isinstance(batch, Mapping):
-        moved = {key: _moved(part, move) for key, part in batch.items()}
-        if type(batch) is dict:
-            return moved
-        same = copy.copy(batch)
-        cast(Any, same).update(moved)
-        return same
-    return batch
+def _samplers_of(loader: DataLoader[Any], rank: int, world_size: int, pad: bool, seed: int) -> dict[str, Any]:
+    """Returns the sampler and batch sampler of this rank, for a data set with indices."""
+    batches: Any = loader.batch_sampler
+    is_own = batches is not None and loader.batch_size is None
+    sampler: Any = getattr(batches, "sampler", None) if is_own else loader.sampler
+    if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
+        # It yields one rank's share, as torch's DistributedSampler does.
+        return {}
+    if is_own:
+        return {"batch_sampler": _ShareOf(batches, rank, world_size, pad, seed)}
+    # torchdata has a class of its own of this name.
+    shuffles = type(sampler).__name__ == "RandomSampler" and not sampler.replacement
+    is_plain = (shuffles or type(sampler) is SequentialSampler) and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
+    if is_plain and pad:
+        sampler = DistributedSampler(loader.dataset, world_size, rank, shuffle=shuffles, seed=seed)
+    else:
+        sampler = _ShareOf(sampler, rank, world_size, pad, seed)
+    plain = None if batches is None else BatchSampler(sampler, loader.batch_size or 1, loader.drop_last)
+    return {"sampler": sampler, "batch_sampler": plain}
+
+
+class _ShareOf(IterableDataset[Any]):
+    """Every n-th item of an iterable data set, or of what a sampler or batch sampler yields on rank 0.
+
+    Other attributes are those of the source: a ``worker_init_fn`` may set the bounds of its part.
+    """
+
+    def __init__(self, source: Any, rank: int, world_size: int, pad: bool, seed: int) -> None:
+        self._source = source
+        self._rank = rank
+        self._world_size = world_size
+        self._pad = pad
+        self._seed = seed
+        self._epoch = 0
+        if not isinstance(source, IterableDataset):
+            # Raises TypeError for an order without end.
+            len(source)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._source, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self if name.startswith("_") else self._source, name, value)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch, which has an order of its own."""
+        self._epoch = epoch
+        if callable(set_epoch := getattr(self._source, "set_epoch", None)):
+            set_epoch(epoch)
+
+    def __len__(self) -> int:
+        total = len(self._source)
+        return -(-total // self._world_size) if self._pad else len(range(self._rank, total, self._world_size))
+
+    def __iter__(self) -> Iterator[Any]:
+        # Not drawn before the first item, since a loader with processes makes two iterators and reads one.
+        is_data = isinstance(self._source, IterableDataset)
+        items = iter(self._source if is_data else broadcast_object(self._drawn() if self._rank == 0 else []))
+        first: list[Any] = []
+        while found := list(islice(items, self._world_size)):
+            first = first or found
+            if self._pad:
+                found += islice(cycle(first), self._world_size - len(found))
+            yield from found[self._rank : self._rank + 1]
+
+    def _drawn(self) -> list[Any]:
+        """Returns the order of this epoch, which is the same when training resumes inside the epoch."""
+        seed = self._seed + self._epoch
+        if isinstance(getattr(self._source, "generator", None), torch.Generator):
+            self._source.generator = torch.Generator().manual_seed(seed)
+        with torch.random.fork_rng(devices=[]):
+            # Unlike torch.manual_seed it leaves the random numbers of GPUs unchanged, such as those of dropout.
+            torch.default_generator.manual_seed(seed)
+            return list(self._source)

@@ -1,21 +1,21 @@
-"""`DatasetShard`: a rank's share of the rows of a dataset that the launcher was given."""
+"""`DatasetShard`: a rank's share of the rows of a dataset that the launcher was given; and what counts its epochs."""
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankzero.data.manifest import Manifest, from_bytes
 from rankzero.errors import InvalidJobError
 from rankzero.kinds import COUNT, COUNT_FROM_ONE
 from rankzero.train import context
-from rankzero.train.epochs import Epochs, Position
 
 if TYPE_CHECKING:
     import torch
 
     from rankzero.data.columns import Columns
-    from rankzero.train.batches import BatchDataset, Cut
 
 DEFAULT = "train"
 """Name of a dataset that the launcher was given without one."""
@@ -26,9 +26,6 @@ def get_dataset_shard(name: str = DEFAULT) -> DatasetShard:
 
     Args:
         name: Name of the dataset; a dataset that was given without a name is ``"train"``.
-
-    Returns:
-        The share; every call with the same name returns the same object.
 
     Raises:
         InvalidJobError: the launcher was given no dataset of this name.
@@ -44,7 +41,7 @@ def get_dataset_shard(name: str = DEFAULT) -> DatasetShard:
     session = context.current()
     shards = session.shards
     if name not in shards:
-        manifests = _manifests(session)
+        manifests = from_bytes(pathlib.Path(session.datasets).read_bytes()) if session.datasets else {}
         if name not in manifests:
             known = ", ".join(sorted(manifests)) or "none"
             raise InvalidJobError(f"the launcher was given no dataset {name!r}; Launcher(dataset=...) has: {known}")
@@ -52,48 +49,72 @@ def get_dataset_shard(name: str = DEFAULT) -> DatasetShard:
     return shards[name]  # type: ignore[no-any-return]
 
 
-def dataset_names() -> list[str]:
-    """Returns the names of the datasets that the launcher was given.
+@dataclass(eq=False)
+class Position:
+    """A position in an epoch, which an iteration moves.
 
-    Example:
-        >>> import rankzero.train as rt
-        >>> rt.dataset_names()
-        []
-    """
-    return sorted(_manifests(context.current()))
-
-
-def _manifests(session: Any) -> dict[str, Manifest]:
-    if not session.datasets:
-        return {}
-    with open(session.datasets, "rb") as file:
-        return from_bytes(file.read())
-
-
-class DatasetShard:
-    """A rank's share of a dataset.
-
-    The shares of two ranks differ by one row at most, and have the same number of batches. Every iteration is a new
-    epoch. No epoch needs Spark.
+    Attributes:
+        epoch: Number of the epoch.
+        loaded: State of the checkpoint at which the iteration begins; None for the beginning of the epoch.
+        done: Batches of this iteration that were consumed.
+        data: The data of the iteration; None before it begins.
     """
 
-    def __init__(self, manifest: Manifest, world: context.TrainContext, name: str) -> None:
-        """Prepares the share without opening a file.
+    epoch: int = 0
+    loaded: Mapping[str, Any] | None = None
+    done: int = 0
+    data: Any = None
 
-        Args:
-            manifest: Manifest of the dataset.
-            world: The rank and the world size.
-            name: Name of the dataset.
-        """
-        self._manifest = manifest
-        self._world = world
-        self._name = name
-        self._epochs = Epochs()
+
+class Epochs:
+    """The epochs of a loader or dataset: each iteration is a new one."""
+
+    def __init__(self) -> None:
+        self._at = Position()
 
     @property
     def epoch(self) -> int:
-        """Returns the number of the epoch that is running or, between two, comes next; from 0."""
-        return self._epochs.number
+        """Returns the number of the epoch that is running, was left before its end or, between two, comes next."""
+        return self._at.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the next iteration. Optional: each iteration increases the epoch by one.
+
+        A position that was loaded belongs to its epoch: that one is resumed, any other epoch begins at its first batch.
+        """
+        if epoch != self._at.epoch or self._at.data is not None:
+            self._at = Position(epoch)
+
+    def _begin(self, data: Any) -> Position:
+        """Returns the position of an iteration over some data that begins now."""
+        if self._at.data is not None:
+            # The loop has left its epoch.
+            self._at = Position(self._at.epoch + 1)
+        self._at.data = data
+        return self._at
+
+    def _count(self, at: Position, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yields the batches of an iteration, and moves its position."""
+        for batch in batches:
+            at.done += 1
+            # A loop within the loop, such as an evaluation, does not count.
+            self._at = at
+            yield batch
+        self._at = Position(at.epoch + 1)
+
+
+class DatasetShard(Epochs):
+    """A rank's share of a dataset.
+
+    The shares of ranks differ by one row at most, and have the same number of batches. Every iteration is an epoch.
+    """
+
+    def __init__(self, manifest: Manifest, world: context.TrainContext, name: str) -> None:
+        """Prepares the share of a rank of this world without opening a file."""
+        super().__init__()
+        self._manifest = manifest
+        self._world = world
+        self._name = name
 
     @property
     def num_rows(self) -> int:
@@ -112,13 +133,6 @@ class DatasetShard:
         low, high = split(self.num_rows, self._world.world_size, self._world.rank)
         return high - low
 
-    def __getitem__(self, index: object) -> Any:
-        """Raises TypeError: a share is no sequence of rows, for a loop or a ``DataLoader``."""
-        raise TypeError(
-            f"the share of {self._name!r} is no sequence of rows: call iter_batches(batch_size), or "
-            "to_torch(batch_size) for a DataLoader with batch_size=None"
-        )
-
     def iter_batches(
         self,
         batch_size: int,
@@ -135,9 +149,8 @@ class DatasetShard:
         """Yields the batches of the next epoch: dicts with a tensor, or another value by its type, for each column.
 
         ``docs/data.md`` lists the value for each type of a column. Every rank gets the same number of batches, and
-        every row is used once in an epoch. The last batches of some ranks may therefore be smaller by one row. Only if
-        a rank has fewer rows than batches (as in a last batch of a single row), one row is used twice, unless
-        ``pad=False``.
+        every row is used once in an epoch. Only if a rank has fewer rows than batches (as in a last batch of a single
+        row), one row is used twice, unless ``pad=False``.
 
         Args:
             batch_size: Rows of a batch of one rank.
@@ -149,133 +162,67 @@ class DatasetShard:
             collate: Makes a batch from the dict of columns.
             device: Device of the tensors; None for the rank's device.
             prefetch: Row groups, or pieces of about 16 MiB of a window, that a thread reads ahead; 0 for no thread.
-                With 8, a window is decoded while the one before is consumed.
             pad: False for scoring, where ranks do not wait for each other: no row is used twice, and a rank may have
                 one batch less.
-
-        Returns:
-            An iterator of dicts, or of the values that ``collate`` returns.
 
         Raises:
             InvalidJobError: no such column, or a batch size that is not a positive integer; while iterating: a null or
                 an array of another length, which a tensor cannot hold.
             ResultError: while iterating: a file was removed or changed, or this host does not see it.
         """
-        cut = self._cut(batch_size, shuffle, seed, drop_last, columns, collate, prefetch, pad)
-        return self._iterate(cut, device)
-
-    def to_torch(
-        self,
-        batch_size: int,
-        *,
-        shuffle: bool = False,
-        seed: int = 0,
-        drop_last: bool = False,
-        columns: Sequence[str] | None = None,
-        collate: Callable[[Columns], Any] | None = None,
-        pad: bool = True,
-    ) -> BatchDataset:
-        """Returns the batches as an ``IterableDataset``, for a ``DataLoader(..., batch_size=None, num_workers=...)``.
-
-        Each process of the loader makes its part of the batches; the loader yields them in the order of `iter_batches`.
-        Wrap the loader with `rankzero.train.prepare_data_loader`, which counts epochs and batches: its ``state_dict``
-        then resumes inside an epoch with any number of ranks. Without it, call ``set_epoch`` before each epoch.
-
-        Args:
-            batch_size: Rows of a batch of one rank.
-            shuffle: Whether each epoch has a new random order, as in `iter_batches`.
-            seed: Seed of the orders.
-            drop_last: Whether to leave out the last batch if it is smaller.
-            columns: Names of the columns to read; None for all.
-            collate: Makes a batch from the dict of columns.
-            pad: Whether every rank gets the same number of batches, as in `iter_batches`.
-
-        Raises:
-            InvalidJobError: no such column, or a batch size that is not a positive integer.
-        """
-        from rankzero.train.batches import BatchDataset
-
-        cut = self._cut(batch_size, shuffle, seed, drop_last, columns, collate, 0, pad)
-        return BatchDataset(self._manifest, self._world, cut)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next iteration. Optional: each iteration increases the epoch by one.
-
-        A position that was loaded belongs to its epoch: that one is resumed, any other epoch begins at its first batch.
-        """
-        self._epochs.set_epoch(epoch)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the position in the epoch, for a checkpoint that resumes inside of it.
-
-        Every rank takes it at the same batch.
-        """
-        from rankzero.data.shares import Stretch
-
-        at = self._epochs.position()
-        consumed = [stretch.to_json() for stretch in at.consumed]
-        if at.cut and at.done:
-            now = Stretch(self._world.world_size, at.cut.batch_size, at.cut.drop_last, at.done)
-            consumed.append(now.to_json())
-        state = {"epoch": at.epoch, "consumed": consumed, "rows": self.num_rows, **at.order}
-        context.current().note_position(state)
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes at the position of ``state``, with any number of ranks: the next iteration yields the rest.
-
-        Raises:
-            ValueError: the state belongs to another dataset. The next iteration raises it if it has another order of
-                the rows, or the ranks have loaded different positions.
-        """
-        from rankzero.data.shares import Stretch
-
-        if state["rows"] != self.num_rows:
-            raise ValueError(
-                f"the state is that of a dataset of {state['rows']} rows; {self._name!r} has {self.num_rows}"
-            )
-        context.current().resumed = True
-        consumed = [Stretch.from_json(values) for values in state["consumed"]]
-        order = {"seed": state["seed"]} if "seed" in state else {}
-        self._epochs.start_at(Position(state["epoch"], consumed=consumed, order=order))
-
-    def _cut(
-        self,
-        batch_size: int,
-        shuffle: bool,
-        seed: int,
-        drop_last: bool,
-        columns: Sequence[str] | None,
-        collate: Callable[[Columns], Any] | None,
-        prefetch: int,
-        pad: bool,
-    ) -> Cut:
-        from rankzero.train.batches import Cut
-
-        batch_size = COUNT_FROM_ONE.check("batch_size", batch_size)
-        prefetch = COUNT.check("prefetch", prefetch)
         known = self.columns
         for column in columns if columns is not None else ():
             if column not in known:
                 raise InvalidJobError(f"the dataset {self._name!r} has no column {column!r}; it has {', '.join(known)}")
         if columns is not None and (isinstance(columns, str) or not columns):
             raise InvalidJobError(f"columns is {columns!r}; give a list of names, or None for all columns")
-        names = None if columns is None else tuple(columns)
-        return Cut(batch_size, seed if shuffle else None, drop_last, names, collate, prefetch, pad)
+        options = {
+            "batch_size": COUNT_FROM_ONE.check("batch_size", batch_size),
+            "seed": seed if shuffle else None,
+            "drop_last": drop_last,
+            "columns": columns,
+            "collate": collate,
+            "pad": pad,
+            "prefetch": COUNT.check("prefetch", prefetch),
+        }
+        return self._iterate(options, device)
 
-    def _iterate(self, cut: Cut, device: torch.device | str | None) -> Iterator[Any]:
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position in the epoch, for a checkpoint. Every rank takes it at the same batch."""
+        at = self._at
+        if at.data is None:
+            return dict(at.loaded or {"epoch": at.epoch, "consumed": [], "rows": self.num_rows})
+        consumed = list(at.loaded["consumed"]) if at.loaded else []
+        if at.done:
+            consumed.append([self._world.world_size, at.data["batch_size"], int(at.data["drop_last"]), at.done])
+        return {"epoch": at.epoch, "consumed": consumed, "rows": self.num_rows, "seed": at.data["seed"]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resumes at the position of ``state``, with any number of ranks: the next iteration yields the rest.
+
+        Raises:
+            ValueError: the next iteration raises it for the state of another dataset, or of another order of the rows.
+        """
+        self._at = Position(state["epoch"], state)
+
+    def _iterate(self, options: dict[str, Any], device: torch.device | str | None) -> Iterator[Any]:
         import torch
 
-        from rankzero.data.shares import remaining
-        from rankzero.train.batches import batches_of, check_order
-        from rankzero.train.data_loader import on_device
+        from rankzero.data.shares import Stretch
+        from rankzero.train.batches import batches_of, on_device
 
         place = self._world.device if device is None else torch.device(device)
-        at = self._epochs.begin()
-        check_order({**at.order, "consumed": at.consumed}, cut.seed)
-        at.cut, at.order = cut, {"seed": cut.seed}
-        left = remaining(self.num_rows, at.consumed)
-        batches = batches_of(self._manifest, self._world, cut, at.epoch, left)
-        if place.type != "cpu":
-            batches = on_device(batches, place, ahead=place.type == "cuda")
-        yield from self._epochs.count(at, batches)
+        at = self._begin(options)
+        state = at.loaded or {"consumed": [], "rows": self.num_rows}
+        if state["rows"] != self.num_rows:
+            raise ValueError(f"the state is that of a dataset of {state['rows']} rows; this one has {self.num_rows}")
+        seeds = (state.get("seed", options["seed"]), options["seed"])
+        if state["consumed"] and seeds[0] != seeds[1]:
+            was, now = ("the order of the files" if seed is None else f"shuffle=True, seed={seed}" for seed in seeds)
+            raise ValueError(
+                f"the position is one in another order of the rows ({was}) than that of this iteration ({now}): some "
+                "rows would come twice, and some never. Give the same shuffle and seed in every attempt"
+            )
+        consumed = [Stretch.from_json(values) for values in state["consumed"]]
+        batches = batches_of(self._manifest, self._world, at.epoch, consumed, **options)
+        yield from self._count(at, batches if place.type == "cpu" else on_device(batches, place))

@@ -1,22 +1,18 @@
-"""Moves a model to its rank's device, wraps it for parallel training, and gathers and restores its whole state."""
+"""Moves a model to its rank's device, wraps it for parallel training, and gathers and restores whole states."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from rankzero.train.context import get_context
 from rankzero.train.process_group import broadcast_object, ensure_process_group
-from rankzero.train.snapshot import is_plain
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-Units = Callable[["nn.Module"], bool] | Iterable[type]
 State = dict[str, Any]
 
 
@@ -24,8 +20,7 @@ def prepare_model(
     model: nn.Module,
     strategy: Literal["ddp", "fsdp"] | None = "ddp",
     *,
-    units: Units | None = None,
-    mixed_precision: torch.dtype | None = None,
+    units: Iterable[type] | None = None,
     **kwargs: Any,
 ) -> nn.Module:
     """Moves a model to this rank's device and makes it train in parallel with the other ranks' copies.
@@ -37,16 +32,10 @@ def prepare_model(
         strategy: ``"ddp"`` (`torch.nn.parallel.DistributedDataParallel`; a world of one rank, or a model without
             trainable parameters, is only moved), ``"fsdp"`` (`torch.distributed.fsdp.fully_shard`, in place), or None:
             only moved.
-        units: For ``"fsdp"``: the modules whose parameters are gathered together, as classes or as a test of a module.
-            None: the members of each `torch.nn.ModuleList`, and the classes that a Hugging Face model names in
-            ``_no_split_modules``.
-        mixed_precision: For ``"fsdp"``: type of parameters in forward and backward; gradients are reduced in float32.
-        kwargs: Passed to ``DistributedDataParallel`` or ``fully_shard``; they override the values set here. A
-            tensor-parallel model (torch's ``parallelize_module``) needs ``"fsdp"`` and ``mesh``, the mesh of its
-            replicas.
-
-    Returns:
-        The model to train with.
+        units: For ``"fsdp"``: classes of the modules whose parameters are gathered together. None: the members of each
+            `torch.nn.ModuleList`, and the classes that a Hugging Face model names in ``_no_split_modules``.
+        kwargs: Passed to ``DistributedDataParallel`` or ``fully_shard`` (such as ``mp_policy``). A tensor-parallel
+            model (torch's ``parallelize_module``) needs ``"fsdp"`` and ``mesh``, the mesh of its replicas.
 
     Raises:
         TypeError: the model is wrapped already.
@@ -62,8 +51,8 @@ def prepare_model(
 
     if strategy not in ("ddp", "fsdp", None):
         raise ValueError(f"strategy is {strategy!r}; it must be 'ddp', 'fsdp' or None")
-    if strategy != "fsdp" and (units is not None or mixed_precision is not None):
-        raise ValueError(f"units= and mixed_precision= belong to strategy='fsdp', not to {strategy!r}; see rt.autocast")
+    if strategy != "fsdp" and units is not None:
+        raise ValueError(f"units= belongs to strategy='fsdp', not to {strategy!r}")
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is of type {type(model).__name__}; give a torch.nn.Module")
     if unwrap_model(model) is not model and not _is_compiled(model):
@@ -74,7 +63,7 @@ def prepare_model(
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
     if strategy == "fsdp":
-        return _shard(model, device, units, mixed_precision, kwargs)
+        return _shard(model, device, units, kwargs)
     model = model.to(device)
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
     if strategy is None or get_context().world_size == 1 or not is_trained:
@@ -84,27 +73,26 @@ def prepare_model(
     return torch.nn.parallel.DistributedDataParallel(model, **{**own, **kwargs})
 
 
-def _shard(
-    model: nn.Module, device: torch.device, units: Units | None, dtype: torch.dtype | None, kwargs: dict[str, Any]
-) -> nn.Module:
-    import torch
+def _shard(model: nn.Module, device: torch.device, units: Iterable[type] | None, kwargs: dict[str, Any]) -> nn.Module:
     import torch.distributed as dist
+    from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
     ensure_process_group()
     if "mesh" not in kwargs:
         kwargs = {**kwargs, "mesh": init_device_mesh(device.type, (dist.get_world_size(),))}
-    if dtype is not None:
-        kwargs = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32), **kwargs}
     if not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         model = model.to(device)
         # `fully_shard` fills the shard of each rank from that rank's parameters.
         for tensor in [*model.parameters(), *model.buffers()]:
             _broadcast(tensor.data, kwargs["mesh"])
-    is_unit = _unit_test(model, units)
-    for module in reversed([module for module in model.modules() if module is not model and is_unit(module)]):
-        fully_shard(module, **kwargs)
+    members = {id(part) for module in model.modules() if isinstance(module, nn.ModuleList) for part in module}
+    names, classes = set(getattr(model, "_no_split_modules", None) or ()), tuple(units or ())
+    for module in reversed(list(model.modules())[1:]):
+        is_default = id(module) in members or type(module).__name__ in names
+        if isinstance(module, classes) if units is not None else is_default:
+            fully_shard(module, **kwargs)
     fully_shard(model, **kwargs)
     return model
 
@@ -126,38 +114,13 @@ def _is_part(tensor: Any) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def _unit_test(model: nn.Module, units: Units | None) -> Callable[[nn.Module], bool]:
-    if callable(units):
-        return units
-    if units is not None:
-        classes = tuple(units)
-        return lambda module: isinstance(module, classes)
-    import torch
-
-    members = {id(part) for module in model.modules() if isinstance(module, torch.nn.ModuleList) for part in module}
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return lambda module: id(module) in members or type(module).__name__ in names
-
-
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Returns the user's module without the wrappers of ``DistributedDataParallel`` and ``torch.compile``.
-
-    Example:
-        >>> import torch
-        >>> import rankzero.train as rt
-        >>> model = torch.nn.Linear(4, 2)
-        >>> rt.unwrap_model(rt.prepare_model(model)) is model
-        True
-    """
+    """Returns the user's module without the wrappers of ``DistributedDataParallel`` and ``torch.compile``."""
     import torch
 
-    while True:
-        if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
-            model = model.module
-        elif _is_compiled(model):
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model
+    if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+        return unwrap_model(model.module)
+    return unwrap_model(model._orig_mod) if _is_compiled(model) else model  # type: ignore[arg-type]
 
 
 def _is_compiled(model: nn.Module) -> bool:
@@ -172,17 +135,10 @@ def full_state_dict(model: nn.Module) -> State:
 
     Returns:
         Name to tensor, which later steps do not change; empty on other ranks.
-
-    Example:
-        >>> import torch
-        >>> import rankzero.train as rt
-        >>> sorted(rt.full_state_dict(rt.prepare_model(torch.nn.Linear(4, 2))))
-        ['bias', 'weight']
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    state = get_model_state_dict(model, options=state_options())
-    return copied_on_rank_zero(state, state.values(), itertools.chain(model.parameters(), model.buffers()))
+    return _on_rank_zero(get_model_state_dict(model, options=_options()))
 
 
 def load_full_state_dict(model: nn.Module, state: State) -> None:
@@ -198,148 +154,90 @@ def load_full_state_dict(model: nn.Module, state: State) -> None:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
     ensure_process_group()
-    own: State = get_model_state_dict(model)
-    shapes = broadcast_object(shapes_of(state))
+    own = _shapes(get_model_state_dict(model))
+    given: dict[str, Any] = broadcast_object(_shapes(state))
     # torch broadcasts a tensor of another shape into a sharded parameter, and only some ranks notice other names.
-    differ = unlike(shapes, {name: tensor for name, tensor in own.items() if _is_part(tensor)})
-    if get_context().world_size > 1:
-        differ += [f"the weights lack {name!r}" for name in own if name not in shapes]
-        differ += [f"the model has no {name!r}" for name in shapes if name not in own]
+    differ = [f"the weights lack {name!r}" for name in own if name not in given]
+    differ += [f"the model has no {name!r}" for name in given if name not in own]
+    differ += [
+        f"{name!r} has the shape {given[name]}, and {shape} here"
+        for name, shape in own.items()
+        if given.get(name, shape) != shape
+    ]
     if differ:
         raise RuntimeError(f"the weights do not fit the model by {len(differ)} tensors: {'; '.join(differ[:3])}")
     # torch renames the keys of the dict that it is given.
-    set_model_state_dict(model, kept_on_rank_zero(dict(state)), options=state_options(loading=True))
+    set_model_state_dict(model, dict(state) if get_context().rank == 0 else {}, options=_options(loading=True))
 
 
-def state_options(*, loading: bool = False) -> Any:
+def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """Returns a copy of an optimizer's whole state on rank 0's CPU, by the names of the plain module's parameters.
+
+    Every rank must call it.
+
+    Args:
+        model: The model whose parameters the optimizer trains.
+        optimizer: Made after `prepare_model`.
+
+    Returns:
+        ``{"state": ..., "param_groups": ...}``, which later steps do not change; empty on other ranks.
+    """
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    has_state = bool(optimizer.state)
+    state = _on_rank_zero(get_optimizer_state_dict(model, optimizer, options=_options()))
+    if not has_state:
+        # torch has made one by a step at a learning rate of 0, which would count as the first step.
+        optimizer.state.clear()
+        if state:
+            state["state"] = {}
+    return state
+
+
+def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
+    """Sets the state of an optimizer from what `full_optimizer_state_dict` returned. Every rank must call it.
+
+    Args:
+        model: The model whose parameters the optimizer trains.
+        optimizer: Made after `prepare_model`, with the same groups of parameters as before. Its previous state and its
+            gradients are discarded.
+        state: The optimizer's state. Only rank 0's is used: the other ranks may pass the same dict or an empty one.
+    """
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    ensure_process_group()
+    is_stateless = "state" in state and not state["state"]
+    groups = broadcast_object(state["param_groups"] if is_stateless else None)
+    optimizer.state.clear()
+    if groups is not None:
+        # torch refuses a state without tensors, such as that of plain SGD.
+        saved = {name: group for group in groups for name in group["params"]}
+        own: Any = get_optimizer_state_dict(model, optimizer)["param_groups"]
+        optimizer.state.clear()
+        for group, named in zip(optimizer.param_groups, own, strict=True):
+            group.update({**saved[named["params"][0]], "params": group["params"]})
+        return
+    # torch makes the tensors to load into by a step, which it skips if there are gradients.
+    optimizer.zero_grad(set_to_none=True)
+    given = state if get_context().rank == 0 else {}
+    set_optimizer_state_dict(model, optimizer, given, options=_options(loading=True))
+
+
+def _options(*, loading: bool = False) -> Any:
     """Returns torch's options for whole states, which are on rank 0: on its CPU if they are not for loading."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-    return StateDictOptions(full_state_dict=True, cpu_offload=not loading, broadcast_from_rank0=loading)
+    # A parameter that was never used has no state.
+    return StateDictOptions(
+        full_state_dict=True, cpu_offload=not loading, broadcast_from_rank0=loading, strict=not loading
+    )
 
 
-def kept_on_rank_zero(state: State) -> State:
-    """Returns a state on rank 0, and an empty one on every other rank."""
-    return state if get_context().rank == 0 else {}
+def _on_rank_zero(state: Any) -> State:
+    """Returns a copy of a state on rank 0, and an empty one on every other rank."""
+    return copy.deepcopy(state) if get_context().rank == 0 else {}
 
 
-def copied_on_rank_zero(state: State, tensors: Iterable[Any], live: Iterable[Any]) -> State:
-    """Returns a copy of a state on rank 0, whose shared tensors stay shared, and an empty one on every other rank.
-
-    Args:
-        state: The state.
-        tensors: Values of the state. The tensors that share no memory with live ones, such as those that were gathered
-            or come from a GPU, are copies already and are not copied again.
-        live: The tensors that training changes.
-    """
-    if get_context().rank != 0:
-        return {}
-    whole = [tensor.to_local() if _is_part(tensor) else tensor for tensor in live]
-    used = {tensor.untyped_storage().data_ptr() for tensor in whole if is_plain(tensor)}
-    plain = [tensor for tensor in tensors if is_plain(tensor)]
-    copies = [tensor for tensor in plain if tensor.untyped_storage().data_ptr() not in used]
-    return copy.deepcopy(state, {id(tensor): tensor for tensor in copies})
-
-
-def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
+def _shapes(state: Mapping[str, Any]) -> dict[str, list[int] | None]:
     """Returns the whole shape of each tensor by its name; None for other values."""
-    return {name: tuple(value.shape) if hasattr(value, "shape") else None for name, value in state.items()}
-
-
-def unlike(shapes: Mapping[str, tuple[int, ...] | None], own: Mapping[str, Any]) -> list[str]:
-    """Returns a sentence about each tensor that has another shape than the one of that name in ``shapes``."""
-    return [
-        f"{name!r} has the shape {list(given)}, and {list(shape)} here"
-        for name, shape in shapes_of(own).items()
-        if shape is not None and (given := shapes.get(name, shape)) is not None and given != shape
-    ]
-
-
-def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scales the gradients so that their norm over the whole model, all shards together, is at most ``max_norm``.
-
-    With a gradient scaler, call ``scaler.unscale_(optimizer)`` before.
-
-    Args:
-        model: Plain, in ``DistributedDataParallel``, or sharded.
-        max_norm: Largest norm, in the units of the gradients.
-        norm_type: Order of the norm.
-
-    Returns:
-        The norm before scaling, a tensor of one element.
-
-    Example:
-        >>> import torch
-        >>> import rankzero.train as rt
-        >>> model = torch.nn.Linear(1, 1, bias=False)
-        >>> model(torch.full((1, 1), 3.0)).sum().backward()
-        >>> rt.clip_grad_norm(model, 1.0)
-        tensor(3.)
-    """
-    import torch
-
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-
-
-@contextlib.contextmanager
-def accumulate(model: nn.Module, *, sync: bool) -> Iterator[None]:
-    """Makes backward passes in the block reduce gradients over ranks only if ``sync``; else each rank sums its own.
-
-    Args:
-        model: The model that `prepare_model` returned.
-        sync: True for the last backward pass before the optimizer's step.
-
-    Example:
-        >>> import torch
-        >>> import rankzero.train as rt
-        >>> model = rt.prepare_model(torch.nn.Linear(4, 2))
-        >>> for step in range(4):
-        ...     with rt.accumulate(model, sync=step % 2 == 1):
-        ...         model(torch.ones(3, 4)).sum().backward()
-    """
-    set_sync = getattr(model, "set_requires_gradient_sync", None)
-    no_sync = getattr(model, "no_sync", None)
-    if set_sync is not None:
-        set_sync(sync)
-        try:
-            yield
-        finally:
-            set_sync(True)
-    elif no_sync is not None and not sync:
-        with no_sync():
-            yield
-    else:
-        yield
-
-
-def autocast(dtype: torch.dtype | None = None, *, enabled: bool = True) -> torch.autocast:
-    """Returns `torch.autocast` for this rank's device: mixed precision inside its block.
-
-    Args:
-        dtype: Type of the operations; None for bfloat16.
-        enabled: False turns mixed precision off.
-
-    Example:
-        >>> import torch
-        >>> import rankzero.train as rt
-        >>> with rt.autocast():
-        ...     torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype
-        torch.bfloat16
-    """
-    import torch
-
-    return torch.autocast(get_context().device.type, dtype=dtype or torch.bfloat16, enabled=enabled)
-
-
-def grad_scaler(dtype: torch.dtype | None = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """Returns a gradient scaler for this rank's device, which is enabled only for float16.
-
-    Args:
-        dtype: The type that was passed to `autocast`; None for bfloat16.
-        kwargs: Passed to `torch.amp.GradScaler`.
-    """
-    import torch
-
-    kwargs.setdefault("enabled", dtype == torch.float16)
-    return torch.amp.GradScaler(get_context().device.type, **kwargs)
+    return {name: list(value.shape) if hasattr(value, "shape") else None for name, value in state.items()}

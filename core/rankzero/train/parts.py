@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import io
 import json
 import os
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import IO, Any
 
 from rankzero import bounds, store
@@ -19,6 +18,7 @@ from rankzero.errors import ResultError
 from rankzero.host import forks
 from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES
 from rankzero.store import remote
+from rankzero.values import formats
 from rankzero.values.digest import Writable
 
 REFUSAL_PAUSE = bounds.scaled(300.0)  # For which checkpoints go to the driver once the object store has refused one
@@ -30,43 +30,6 @@ READ_AHEAD = 4 << 20
 _COPY_CHUNK = 8 << 20
 
 Part = Mapping[str, Any]
-Message = dict[str, Any]
-Produce = Callable[[Writable], Message]
-
-
-class ListedParts(Mapping[str, Part]):
-    """The parts of a checkpoint by rank (as text). Some are known; all are read when another one is needed.
-
-    Attributes:
-        formats: The formats of all parts.
-    """
-
-    def __init__(
-        self, known: Mapping[str, Part], formats: Collection[str], read: Callable[[], Mapping[str, Part]]
-    ) -> None:
-        """Prepares the mapping without reading a file.
-
-        Args:
-            known: The parts that the driver has sent to this task.
-            formats: The formats of all parts.
-            read: Reads all parts.
-        """
-        self.formats = frozenset(formats)
-        self._known = known
-        self._read = read
-
-    @functools.cached_property
-    def _all(self) -> Mapping[str, Part]:
-        return self._read()
-
-    def __getitem__(self, rank: str) -> Part:
-        return self._known[rank] if rank in self._known else self._all[rank]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._all)
-
-    def __len__(self) -> int:
-        return len(self._all)
 
 
 class NotTakenError(Exception):
@@ -82,12 +45,7 @@ class Parts:
     """
 
     def __init__(self, start: Start, fetch: Callable[[str], str]) -> None:
-        """Prepares the access without connecting to a store.
-
-        Args:
-            start: The agent's message.
-            fetch: Has the agent fetch a file that the driver offers; returns its path, or raises ResultError.
-        """
+        """Prepares the access without connecting to a store; ``fetch`` has the agent fetch a file of the driver."""
         self.shared = start.shared
         self.run_directory = start.run_directory
         self._token = start.run_token
@@ -97,40 +55,21 @@ class Parts:
         self._fetch = fetch
         self._lock = threading.Lock()
         self._client: remote.Client | None = None
-        self._has_connected = False
-        self._connect_at = 0.0
-        self._readers = 0
+        self._connect_at: float | None = 0.0
+        self.is_being_read = False
+        """True while training waits for a part, which may be slow and is no hang."""
 
     def client(self) -> remote.Client | None:
         """Returns this rank's client of the object store; None if it has none."""
         with forks.held(), self._lock:
-            if not self._has_connected and time.monotonic() >= self._connect_at:
-                self._has_connected = True
+            if self._connect_at is not None and time.monotonic() >= self._connect_at:
+                self._connect_at = None
                 if not self.shared and store.is_url(self.run_directory):
                     self._client = remote.reach(self.run_directory, self._token)
             return self._client
 
-    def place(self, checkpoint: str) -> str:
-        """Returns the folder of the submission that has a checkpoint."""
-        return self._resumed_place if checkpoint == self._resumed else self.run_directory
-
-    def local_path(self, checkpoint: str, file: str) -> str:
-        """Returns the path of a part that is written as a local file, and creates its folder. Raises OSError.
-
-        Raises ResultError if the run directory was removed.
-        """
-        self.check_directory()
-        folder = os.path.join(self.run_directory if self.shared else self._scratch, FOLDER, checkpoint)
-        os.makedirs(folder, exist_ok=True)
-        return os.path.join(folder, file)
-
     def check_directory(self) -> None:
-        """Checks that the run directory, if this rank writes to it, was not removed or given to another run.
-
-        Raises:
-            ResultError: the directory was removed, and may be another run's by now.
-            Exception: the store cannot be read.
-        """
+        """Raises ResultError if the run directory, to which this rank writes, was removed or given to another run."""
         client = None if self.shared else self.client()
         if not self._token or not (self.shared or client):
             return
@@ -143,136 +82,87 @@ class Parts:
         if not is_this:
             raise ResultError(f"{self.run_directory} was removed, or is another run's by now: this rank writes no more")
 
+    def place(self, checkpoint: str) -> str:
+        """Returns the folder of the submission that has a checkpoint."""
+        return self._resumed_place if checkpoint == self._resumed else self.run_directory
+
     def folder(self, checkpoint: str) -> str:
-        """Returns the path of the scratch folder of a checkpoint."""
-        return os.path.join(self._scratch, FOLDER, checkpoint)
+        """Returns the local folder in which this host writes its parts of a checkpoint."""
+        return os.path.join(self.run_directory if self.shared else self._scratch, FOLDER, checkpoint)
 
-    # -- writing ---------------------------------------------------------------------------------
+    def archive(self, directory: str) -> tuple[IO[bytes], int, str]:
+        """Archives a directory on this host; returns the file, which its end deletes, its size and its sha256."""
+        file = tempfile.NamedTemporaryFile(prefix="archive-", dir=self._scratch or None)
+        return file, *formats.write_directory(directory, file.name)
 
-    def write(self, checkpoint: str, file: str, produce: Produce) -> Message:
-        """Writes a part atomically: its file exists completely or not at all.
-
-        Args:
-            checkpoint: Id of the checkpoint.
-            file: Name of the part's file.
-            produce: Writes the part; returns its ``size``, its ``sha256`` and more. Called again after an error of the
-                store.
+    def write(self, checkpoint: str, file: str, source: IO[bytes]) -> dict[str, Any]:
+        """Copies an open file to a part, which exists completely or not at all.
 
         Returns:
-            The facts from ``produce``, ``path``, and ``shared``: True if the file is in the run directory and need not
-            be sent to the driver.
+            ``path``, and ``shared``: True if the part is in the run directory and need not be sent to the driver.
 
         Raises:
             NotTakenError: the store has refused the part for `PART_UPLOAD_TIMEOUT` seconds.
             OSError: the disk cannot hold the part.
         """
         if client := self.client():
-            try:
-                return self._upload(
-                    client, store.join(self.run_directory, FOLDER, checkpoint, file), produce, PART_UPLOAD_TIMEOUT()
-                )
-            except Exception as error:
-                if isinstance(error, ResultError):
-                    raise
-                if not remote.is_refusal(error):
-                    raise NotTakenError(f"the store does not accept it: {error}") from error
-                print(f"rankzero: the store refuses checkpoints of this rank, which sends them to the driver: {error}")
-                with self._lock:
-                    # Credentials that have expired may be renewed.
-                    self._client, self._has_connected = None, False
-                    self._connect_at = time.monotonic() + REFUSAL_PAUSE()
-        path = self.local_path(checkpoint, file)
-        return {**self._write_local(path, produce), "path": path, "shared": self.shared}
+            url = store.join(self.run_directory, FOLDER, checkpoint, file)
+            if self._upload(client, url, source, PART_UPLOAD_TIMEOUT()):
+                return {"path": url, "shared": True}
+        self.check_directory()
+        folder = self.folder(checkpoint)
+        os.makedirs(folder, exist_ok=True)
+        path = os.path.join(folder, file)
+        with store.atomic_file(path) as local:
+            _copy(source, local)
+            local.flush()
+            os.fsync(local.fileno())
+            self.check_directory()
+        return {"path": path, "shared": self.shared}
 
     def upload_value(self, path: str, name: str) -> str | None:
-        """Copies rank 0's value to the object store.
-
-        Args:
-            path: The local file.
-            name: Name of the file among the run's results.
-
-        Returns:
-            The URL of the complete copy; None if this rank cannot write to the store, and the driver must.
-        """
+        """Copies rank 0's value to the store and returns its URL; None if this rank cannot, and the driver must."""
         if (client := self.client()) is None:
             return None
         url = store.join(self.run_directory, "result", name)
         try:
-            self._upload(client, url, functools.partial(copy_file, path), STORE_OUTAGE())
+            with open(path, "rb") as file:
+                return url if self._upload(client, url, file, STORE_OUTAGE()) else None
         except Exception as error:
-            print(f"rankzero: the store refuses the value of this rank, which sends it to the driver: {error}")
+            print(f"rankzero: the store does not take the value of this rank, which sends it to the driver: {error}")
             return None
-        return url
 
-    def _upload(self, client: remote.Client, url: str, produce: Produce, timeout: float) -> Message:
+    def _upload(self, client: remote.Client, url: str, source: IO[bytes], timeout: float) -> bool:
+        """Uploads an open file; returns False if the store refuses files of this rank."""
         deadline: float | None = None
         while True:
             try:
                 with forks.held(), remote.Upload(client, url) as upload:
-                    facts = produce(upload)
+                    _copy(source, upload)
                     self.check_directory()
-                return {**facts, "path": url, "shared": True}
+                return True
             except ResultError:
                 raise
             except Exception as error:
+                if remote.is_refusal(error):
+                    print(f"rankzero: the store refuses files of this rank, which sends them to the driver: {error}")
+                    # Credentials that have expired may be renewed.
+                    self._client, self._connect_at = None, time.monotonic() + REFUSAL_PAUSE()
+                    return False
                 # Counted from the first failure, since a large part alone may take longer.
                 deadline = deadline or time.monotonic() + timeout
-                if remote.is_refusal(error) or time.monotonic() > deadline:
-                    raise
+                if time.monotonic() > deadline:
+                    raise NotTakenError(f"the store does not accept it: {error}") from error
             time.sleep(bounds.WRITE_RETRY_INTERVAL())
 
-    def _write_local(self, path: str, produce: Produce) -> Message:
-        writing = store.temporary_beside(path)
-        try:
-            with open(writing, "wb") as file:
-                facts = produce(file)
-                file.flush()
-                os.fsync(file.fileno())
-            self.check_directory()
-            os.replace(writing, path)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(writing)
-        return facts
+    def all_of(self, manifest: Mapping[str, Any]) -> Mapping[str, Part]:
+        """Returns all parts of a checkpoint by rank, as text, of which its manifest here has this task's. Reads one."""
+        if not manifest["sharded"] or len(manifest["parts"]) == manifest["world_size"]:
+            return manifest["parts"]  # type: ignore[no-any-return]
+        with self.open(manifest["id"], "manifest", {"file": MANIFEST}) as file:
+            return json.load(file)["parts"]  # type: ignore[no-any-return]
 
-    # -- reading ---------------------------------------------------------------------------------
-
-    @property
-    def is_being_read(self) -> bool:
-        """Returns True while training waits for a part."""
-        return self._readers > 0
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Marks the block as one that reads parts, which may be slow and is no hang."""
-        with self._lock:
-            self._readers += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._readers -= 1
-
-    def listed(self, manifest: Mapping[str, Any]) -> ListedParts:
-        """Returns the parts of a checkpoint, whose manifest from the driver names only those of this task's ranks."""
-        known, formats = manifest["parts"], manifest["formats"]
-        if not manifest["sharded"]:
-            return ListedParts(known, formats, lambda: known)
-
-        def read() -> Mapping[str, Part]:
-            try:
-                with self.open(manifest["id"], "manifest", {"file": MANIFEST}) as file:
-                    parts: Mapping[str, Part] = json.load(file)["parts"]
-            except FileNotFoundError:
-                raise ResultError(
-                    f"checkpoint {manifest['id']} was deleted, since it is not kept: "
-                    "call get_checkpoint() for the newest one"
-                ) from None
-            return parts
-
-        return ListedParts(known, formats, read)
-
-    def indexes(self, checkpoint: str, ranks: Collection[str]) -> dict[str, bytes]:
+    def indexes(self, checkpoint: str, ranks: Iterable[str]) -> dict[str, bytes]:
         """Returns the indexes of a sharded checkpoint's parts by rank, as text. Raises like `path`."""
         with self.open(checkpoint, "pieces", {"file": PIECES}) as file:
             return dict(zip(sorted(ranks, key=int), file.read().split(b"\n"), strict=False))
@@ -284,38 +174,38 @@ class Parts:
             FileNotFoundError: the part was deleted.
             ResultError: this host cannot reach the part.
         """
-        for here in self._paths(checkpoint, part):
-            if os.path.exists(here):
-                return here
+        if here := self._here(checkpoint, part):
+            return here
         if self.shared:
-            raise FileNotFoundError(self._paths(checkpoint, part)[0])
+            raise FileNotFoundError(self._location(checkpoint, part))
         if client := self.client():
-            url = store.join(self.place(checkpoint), FOLDER, checkpoint, part["file"])
-            here = os.path.join(self._scratch, f"fetched-{checkpoint}-{part['file']}")
-            return remote.download(client, url, here)
+            return remote.download(client, self._location(checkpoint, part), self._fetched(checkpoint, part))
         if checkpoint != self._resumed:
             raise ResultError(f"this host cannot reach the part of rank {rank} of checkpoint {checkpoint}")
         return self._fetch(f"checkpoint-{rank}")
 
     def open(self, checkpoint: str, rank: str, part: Part) -> IO[bytes]:
         """Opens a part, from which a remote store sends only the ranges that are read. Raises like `path`."""
-        is_here = self.shared or any(map(os.path.exists, self._paths(checkpoint, part)))
-        if not is_here and (client := self.client()):
-            url = store.join(self.place(checkpoint), FOLDER, checkpoint, part["file"])
+        if not self.shared and not self._here(checkpoint, part) and (client := self.client()):
             # Pieces are small and contiguous.
-            return io.BufferedReader(client.open_read(url), READ_AHEAD)  # type: ignore[type-var]
+            file = client.open_read(self._location(checkpoint, part))
+            return io.BufferedReader(file, READ_AHEAD)  # type: ignore[type-var]
         return open(self.path(checkpoint, rank, part), "rb")
 
-    def _paths(self, checkpoint: str, part: Part) -> list[str]:
-        if self.shared:
-            return [os.path.join(self.place(checkpoint), FOLDER, checkpoint, part["file"])]
-        fetched = os.path.join(self._scratch, f"fetched-{checkpoint}-{part['file']}")
-        return [os.path.join(self.folder(checkpoint), part["file"]), fetched]
+    def _location(self, checkpoint: str, part: Part) -> str:
+        return store.join(self.place(checkpoint), FOLDER, checkpoint, part["file"])
+
+    def _fetched(self, checkpoint: str, part: Part) -> str:
+        return os.path.join(self._scratch, f"fetched-{checkpoint}-{part['file']}")
+
+    def _here(self, checkpoint: str, part: Part) -> str | None:
+        """Returns the local path of a part that this host has, else None."""
+        own = os.path.join(self.folder(checkpoint), part["file"])
+        paths = [self._location(checkpoint, part)] if self.shared else [own, self._fetched(checkpoint, part)]
+        return next(filter(os.path.exists, paths), None)
 
 
-def copy_file(path: str, file: Writable) -> Message:
-    """Copies a local file into an open one."""
-    with open(path, "rb") as source:
-        while chunk := source.read(_COPY_CHUNK):
-            file.write(chunk)
-    return {}
+def _copy(source: IO[bytes], file: Writable) -> None:
+    source.seek(0)
+    while chunk := source.read(_COPY_CHUNK):
+        file.write(chunk)

@@ -1,10 +1,8 @@
-"""`progress`: shows how far a loop is, in a terminal and in a log."""
+"""`progress`: shows how far a loop is."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
@@ -12,16 +10,13 @@ from typing import TypeVar
 from rankzero import bounds
 from rankzero.train.context import count_progress, get_context
 
-PROGRESS_REDRAW_INTERVAL = 0.2  # Seconds between two updates of the progress line in a terminal
-
 T = TypeVar("T")
 
 
 def progress(iterable: Iterable[T], desc: str = "", total: int | None = None) -> Iterator[T]:
     """Yields the items of an iterable, and shows the count, the rate and the time left on rank 0.
 
-    A terminal shows one line that changes; a log gets a line every five seconds. Each step counts as progress for
-    ``hang_timeout``.
+    It prints a line every five seconds. Each step counts as progress for ``hang_timeout``.
 
     Args:
         iterable: The items to iterate over.
@@ -38,52 +33,27 @@ def progress(iterable: Iterable[T], desc: str = "", total: int | None = None) ->
         # A loader of an endless data set has a length that raises.
         with contextlib.suppress(TypeError):
             total = len(iterable)  # type: ignore[arg-type]
-    line = _Line(desc, total) if get_context().rank == 0 else None
+    is_shown = get_context().rank == 0
+    begin = shown = time.monotonic()
+    count = 0
     for count, item in enumerate(iterable, 1):
         yield item
         count_progress()
-        if line:
-            line.show(count)
-    if line:
-        line.end()
+        if is_shown and time.monotonic() - shown >= bounds.PROGRESS_LINE_INTERVAL():
+            shown = time.monotonic()
+            print(_line(desc, count, total, shown - begin), flush=True)
+    if is_shown:
+        print(_line(desc, count, total, time.monotonic() - begin), flush=True)
 
 
-class _Line:
-    def __init__(self, desc: str, total: int | None) -> None:
-        self._desc = f"{desc}: " if desc else ""
-        self._total = total
-        self._started = time.monotonic()
-        # A dumb terminal cannot clear a line.
-        self._in_terminal = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-        self._interval = PROGRESS_REDRAW_INTERVAL if self._in_terminal else bounds.PROGRESS_LINE_INTERVAL()
-        self._count = 0
-        self._shown = (0, self._started)
-
-    def show(self, count: int) -> None:
-        self._count = count
-        if time.monotonic() - self._shown[1] >= self._interval:
-            self._write("\r" if self._in_terminal else "\n")
-
-    def end(self) -> None:
-        self._write("\n")
-
-    def _write(self, end: str) -> None:
-        now = time.monotonic()
-        clear = "\x1b[2K" if self._in_terminal else ""
-        sys.stdout.write(f"{clear}{self._desc}{self._state(now)}{end}")
-        sys.stdout.flush()
-        self._shown = (self._count, now)
-
-    def _state(self, now: float) -> str:
-        passed = now - self._started
-        rate = self._count / passed if passed else 0.0
-        speed = f"{rate:.1f} it/s" if rate >= 1 or not rate else f"{1 / rate:.1f} s/it"
-        if not self._total:
-            return f"{self._count}, {speed}, {_clock(passed)} elapsed"
-        share = f"{self._count}/{self._total} ({self._count / self._total:.0%})"
-        if self._count < self._total and rate:
-            return f"{share}, {speed}, {_clock((self._total - self._count) / rate)} left"
-        return f"{share}, {speed}, {_clock(passed)} elapsed"
+def _line(desc: str, count: int, total: int | None, passed: float) -> str:
+    rate = count / passed if passed else 0.0
+    speed = f"{rate:.1f} it/s" if rate >= 1 or not rate else f"{1 / rate:.1f} s/it"
+    name = f"{desc}: " if desc else ""
+    share = f"/{total} ({count / total:.0%})" if total else ""
+    is_running = total is not None and rate and count < total
+    left = f"{_clock((total - count) / rate)} left" if is_running else f"{_clock(passed)} elapsed"  # type: ignore[operator]
+    return f"{name}{count}{share}, {speed}, {left}"
 
 
 def _clock(seconds: float) -> str:

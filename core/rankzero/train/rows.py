@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import IO, Any
 
 from rankzero import store
 from rankzero.data import schemas
@@ -21,9 +18,6 @@ from rankzero.errors import InvalidJobError, ResultError
 from rankzero.run.checkpoints import begun_file
 from rankzero.store import remote
 from rankzero.train import context
-
-if TYPE_CHECKING:
-    from rankzero.train.parts import Parts
 
 GROUP_BYTES = 64 << 20
 """Approximate number of bytes of a row group before it is compressed."""
@@ -35,18 +29,15 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
     """Writes rows of this rank, of any number, into a table to which all ranks write.
 
     Every rank may call it, also several times; it does not wait for other ranks. The table is complete when the run has
-    succeeded, and its handle then reads all rows: return the handle, so that it is the run's result.
-
-    The rows of an attempt that fails are removed, and the next attempt writes them again: it starts from the last
-    checkpoint that ranks reported before they began to write rows. So write rows behind the training.
+    succeeded: return its handle, so that it is the run's result. The rows of an attempt that fails are removed, and the
+    next attempt starts from the last checkpoint before them: write rows behind the training.
 
     Args:
         batches: An iterable of batches, or one batch: a dict of columns (tensors, arrays, lists, `Ragged`), a
-            ``pyarrow.RecordBatch`` or ``Table``, or a pandas DataFrame. At most about 64 MiB of a generator's rows are
-            in memory. A tensor of two dimensions is a column of arrays of one length. Batches and ranks may have
-            different columns: the table has all of them, and nulls where a batch lacks a column. A column has one type
-            in all batches and on all ranks; one without any value is in no table. Times are stored in microseconds and
-            half precision as float32, since Spark cannot read other units and types.
+            ``pyarrow.RecordBatch`` or ``Table``, or a pandas DataFrame. A tensor of two dimensions is a column of
+            arrays of one length. Batches and ranks may have different columns: the table has all of them, and nulls
+            where a batch lacks a column. A column has one type in all batches and on all ranks. Times are stored in
+            microseconds and half precision as float32, since Spark cannot read other units and types.
         name: Name of the table.
 
     Returns:
@@ -54,8 +45,7 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
 
     Raises:
         InvalidJobError: the name cannot be the name of a directory.
-        ResultError: this host reaches the run's store neither as a path nor with a client; the store refuses the rows
-            (a full disk), or to remove those of a call that raised.
+        ResultError: this host does not reach the run's store, or the store refuses the rows (a full disk).
         TypeError: a batch has an unknown type; a column has several types, in batches or on ranks; or two columns have
             one name as text, or differ only in case.
         Exception: the iterable's exception; the table keeps no row of this call.
@@ -69,149 +59,47 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
     """
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise InvalidJobError(f"{name!r} cannot name a table: use letters, digits and _ . -")
-    session = context.own("write_rows")
-    remove_refused(session)
-    place = _place(session)
-    folder = store.join(place.location, FOLDER, folder_of(session.context.attempt), name)
-    writer = TableWriter(session, folder, name, place)
+    is_one = isinstance(batches, Mapping) or hasattr(batches, "schema") or hasattr(batches, "iloc")
+    if not is_one and not isinstance(batches, Iterable):
+        raise TypeError(f"rows are batches, such as dicts of columns, not a {type(batches).__name__}")
+    writer = _TableWriter(context.own("write_rows"), name)
     try:
-        for batch in _iterable(batches):
+        for batch in [batches] if is_one else batches:
             writer.add(batch)
-        writer.complete()
+        writer.write()
     except BaseException:
-        writer.discard()
+        with contextlib.suppress(Exception):
+            writer.files.__exit__(*sys.exc_info())
         raise
-    return Table(folder)
+    writer.close()
+    return Table(writer.folder)
 
 
-def remove_refused(session: Any) -> None:
-    """Removes the files of calls that raised, which the store has refused to remove before.
+class _TableWriter:
+    """Writes the rows of one call: a file for each set of columns, which all appear when the call ends."""
 
-    Raises:
-        ResultError: the store refuses it again; the table would have rows of a call that raised.
-    """
-    for path, remove in list(session.unremoved.items()):
-        try:
-            remove(path)
-        except FileNotFoundError:
-            pass
-        except Exception as error:
-            # Clients of object stores raise their own exceptions.
-            raise ResultError(
-                f"rows of a call that raised cannot be removed: {path}: {error}. The table would contain them together "
-                "with those of a later call"
-            ) from error
-        del session.unremoved[path]
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The directory for this rank's rows, and the functions that write and remove files in it.
-
-    Attributes:
-        location: Path or URL of the directory.
-        open_write: Opens a file by its path or URL, as a context manager that writes it atomically.
-        remove: Removes a file by its path or URL.
-    """
-
-    location: str
-    open_write: Callable[[str], AbstractContextManager[IO[bytes]]]
-    remove: Callable[[str], object]
-
-
-def _place(session: Any) -> _Place:
-    parts = session.parts
-    if parts is None:
-        return _Place(session.directory, _open_local, store.remove)
-    parts.check_directory()
-    if parts.shared:
-        open_write = functools.partial(_open_local, check=parts.check_directory)
-        return _Place(parts.run_directory, open_write, _checked(store.remove, parts))
-    if client := parts.client():
-        open_write = functools.partial(_open_remote, client, check=parts.check_directory)
-        return _Place(parts.run_directory, open_write, _checked(client.remove, parts))
-    raise ResultError(
-        f"this host does not reach {parts.run_directory}, where rows are to be written: give a store that all ranks "
-        "see, a shared path or the URL of an object store to which they have the right"
-    )
-
-
-def _checked(remove: Callable[[str], object], parts: Parts) -> Callable[[str], object]:
-    """Returns a function that removes a file of this run, and none of another run that has the directory by now."""
-
-    def checked(path: str) -> None:
-        parts.check_directory()
-        remove(path)
-
-    return checked
-
-
-@contextlib.contextmanager
-def _open_local(path: str, check: Callable[[], None] = lambda: None) -> Iterator[IO[bytes]]:
-    """Opens a local file that is written atomically and durably, like the directories of its table.
-
-    Args:
-        path: Path of the file.
-        check: Called before the file appears; raises an exception if it must not appear.
-    """
-    folder = os.path.dirname(path)
-    if is_new := not os.path.isdir(folder):
-        store.make_directory(folder)
-    with store.atomic_file(path) as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-        check()
-    store.sync_directory(folder)
-    if is_new:
-        # The folder of the attempt, the one of all tables, and the run directory.
-        for above in itertools.islice(map(str, pathlib.PurePath(folder).parents), 3):
-            store.sync_directory(above)
-
-
-@contextlib.contextmanager
-def _open_remote(client: remote.Client, url: str, check: Callable[[], None]) -> Iterator[IO[bytes]]:
-    """Opens a file of an object store. After an exception a part of it may exist, which the caller removes."""
-    file = client.open_write(url)
-    try:
-        try:
-            yield file
-        finally:
-            check()
-    except BaseException as error:
-        remote.discard(file, error)
-        raise
-    file.close()
-
-
-class TableWriter:
-    """Writes the rows of one call into files, each of them atomically.
-
-    A row group whose columns differ from those of the one before begins a new file. If the call raises, its files are
-    removed. An exception of the caller's iterable is raised unchanged, not as an error of the store.
-    """
-
-    def __init__(self, session: Any, folder: str, name: str, place: _Place) -> None:
-        """Prepares the writer without opening a file.
-
-        Args:
-            session: Session of this rank.
-            folder: Path or URL of the table's directory.
-            name: Name of the table.
-            place: Opens and removes files of the directory.
-        """
+    def __init__(self, session: Any, name: str) -> None:
         self._session = session
-        self._folder = folder
         self._name = name
-        self._place = place
-        self._before = session.row_schemas.get(name)
+        self._parts = parts = session.parts
+        self._client: remote.Client | None = None
+        if parts is not None:
+            parts.check_directory()
+            self._client = parts.client()
+            if not (parts.shared or self._client):
+                raise ResultError(
+                    f"this host does not reach {parts.run_directory}, where rows are to be written: give a store that "
+                    "all ranks see, a shared path or the URL of an object store to which they have the right"
+                )
+        place = session.directory if parts is None else parts.run_directory
+        self.folder = store.join(place, FOLDER, folder_of(session.context.attempt), name)
+        self._schema: Any = session.row_schemas.get(name)
+        self._has_begun = self._schema is not None
         self._waiting: list[Any] = []
         self._size = 0
-        self._begun: list[str] = []
-        self._opened = contextlib.ExitStack()
-        self._writer: Any = None
-        self._file: Any = None
-        self._failure: ResultError | None = None
+        self.files = contextlib.ExitStack()
+        """The open files, which appear when it is closed, and never after an exception."""
+        self._writers: dict[str, tuple[Any, IO[bytes]]] = {}
 
     def add(self, batch: Any) -> None:
         """Adds rows. Raises TypeError for a column whose type fits no earlier one, ResultError as `write_rows`."""
@@ -220,66 +108,35 @@ class TableWriter:
         table = schemas.portable(as_table(batch))
         if not table.num_rows:
             return
-        if self._name not in self._session.row_schemas:
-            self._note_begun()
+        self._note_begun()
         self._unify(table.schema)
         self._waiting.append(_owned(table))
         self._size += table.nbytes
         if self._size >= GROUP_BYTES:
-            self._write()
+            self.write()
 
-    def _note_begun(self) -> None:
-        """Writes the file by which no attempt starts from a checkpoint that this rank reports from now on."""
-        writer, world = self._session.writer, self._session.context
-        if self._session.parts is not None and writer is not None:
-            path = store.join(os.path.dirname(self._folder), begun_file(self._name, world.rank, writer.count))
-            self._begun.append(path)
-            with self._storing(), self._place.open_write(path):
-                pass
+    def close(self) -> None:
+        """Completes all files. Raises ResultError and TypeError as `write_rows`."""
+        with self._storing():
+            self.files.close()
+            others = read_schemas(self.folder) if self._writers and self._session.context.world_size > 1 else {}
+        # Of two ranks whose columns do not fit together, the one that completes its rows last finds out.
+        self._unify(*others.values())
+        if self._schema is not None:
+            self._session.row_schemas[self._name] = self._schema
 
     def _unify(self, *found: Any) -> None:
         """Adds columns to the schema of this rank's rows. Raises TypeError if they do not fit together."""
-        known = self._session.row_schemas.get(self._name)
         try:
-            self._session.row_schemas[self._name] = schemas.unify_written([*([known] if known else []), *found])
+            known = [] if self._schema is None else [self._schema]
+            self._schema = schemas.unify_written([*known, *found]) if known or found else None
         except TypeError as error:
             raise TypeError(f"rows do not fit into the table {self._name!r}: {error}") from error
 
-    def complete(self) -> None:
-        """Completes all files, which are then kept. Raises ResultError and TypeError as `write_rows`."""
-        self._close_file()
-        if self._begun and self._session.context.world_size > 1:
-            with self._storing():
-                others = read_schemas(self._folder)
-            # Of two ranks whose columns do not fit together, the one that completes its rows last finds out.
-            self._unify(*others.values())
-
-    def _close_file(self) -> None:
-        if self._waiting:
-            self._write()
-        with self._storing():
-            self._opened.close()
-        self._writer = None
-
-    def discard(self) -> None:
-        """Removes the files of the call, while an exception is being handled."""
-        with contextlib.suppress(Exception):
-            self._opened.__exit__(*sys.exc_info())
-        # The rows before the file by which they have begun.
-        self._session.unremoved.update(dict.fromkeys(reversed(self._begun), self._place.remove))
-        self._begun.clear()
-        if self._before is None:
-            self._session.row_schemas.pop(self._name, None)
-        else:
-            self._session.row_schemas[self._name] = self._before
-        try:
-            remove_refused(self._session)
-        except ResultError:
-            # The result must not contain rows of calls that raised.
-            context.at_return(functools.partial(remove_refused, self._session))
-
-    def _write(self) -> None:
+    def write(self) -> None:
         """Writes the buffered rows as one row group."""
+        if not self._waiting:
+            return
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -289,30 +146,59 @@ class TableWriter:
         if len(without_type) < table.num_columns:
             table = table.drop_columns(without_type)
         with self._storing():
-            if self._writer is not None and not table.schema.equals(self._writer.schema):
-                self._opened.close()
-                self._writer = None
-            if self._writer is None:
+            columns = table.schema.to_string()
+            if columns not in self._writers:
                 number = next(self._session.row_files)
-                path = store.join(self._folder, file_of(self._session.context.rank, number, table.schema))
-                self._begun.append(path)
-                self._file = self._opened.enter_context(self._place.open_write(path))
-                self._writer = self._opened.enter_context(pq.ParquetWriter(self._file, table.schema))
-            self._writer.write_table(table)
+                path = store.join(self.folder, file_of(self._session.context.rank, number, table.schema))
+                file = self.files.enter_context(self._opened(path))
+                self._writers[columns] = self.files.enter_context(pq.ParquetWriter(file, table.schema)), file
+            writer, file = self._writers[columns]
+            writer.write_table(table)
             # The iterable may fork, and no request may be in flight then (see `rankzero.host.forks`).
-            self._file.flush()
+            file.flush()
+
+    def _note_begun(self) -> None:
+        """Writes the file by which no attempt starts from a checkpoint that this rank reports from now on."""
+        writer = self._session.writer
+        if not self._has_begun and self._parts is not None and writer is not None:
+            name = begun_file(self._name, self._session.context.rank, writer.count)
+            with self._storing(), self._opened(store.join(os.path.dirname(self.folder), name)):
+                pass
+        self._has_begun = True
+
+    @contextlib.contextmanager
+    def _opened(self, path: str) -> Iterator[IO[bytes]]:
+        """Opens a file that appears if the block raises nothing, durably, as do the directories above it."""
+        if self._client is not None:
+            file = self._client.open_write(path)
+            try:
+                yield file
+                self._parts.check_directory()
+            except BaseException as error:
+                # After this error the file never appears.
+                remote.discard(file, ResultError(str(error)))
+                raise
+            file.close()
+            return
+        store.make_directory(os.path.dirname(path))
+        with store.atomic_file(path) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            if self._parts is not None:
+                self._parts.check_directory()
+        # Up to the run directory.
+        for folder in itertools.islice(pathlib.PurePath(path).parents, 4):
+            store.sync_directory(str(folder))
 
     @contextlib.contextmanager
     def _storing(self) -> Iterator[None]:
-        """Turns errors of the store in the block into ResultError, after which every further write raises, too."""
-        if self._failure:
-            raise self._failure
+        """Turns errors of the store in the block into ResultError."""
         try:
             yield
         except Exception as error:
             # Clients of object stores raise their own exceptions.
-            self._failure = ResultError(f"rows cannot be written to {self._folder}: {error}")
-            raise self._failure from error
+            raise ResultError(f"rows cannot be written to {self.folder}: {error}") from error
 
 
 def _owned(table: Any) -> Any:
@@ -323,10 +209,3 @@ def _owned(table: Any) -> Any:
     with pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table)
     return pa.ipc.open_stream(sink.getvalue()).read_all()
-
-
-def _iterable(batches: Any) -> Iterable[Any]:
-    is_one = isinstance(batches, Mapping) or hasattr(batches, "schema") or hasattr(batches, "iloc")
-    if not is_one and not isinstance(batches, Iterable):
-        raise TypeError(f"rows are batches, such as dicts of columns, not a {type(batches).__name__}")
-    return [batches] if is_one else batches

@@ -2,56 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import os
 import shutil
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import IO, Any
 
-from rankzero import bounds, store
+from rankzero import bounds
 from rankzero.channel import messages
 from rankzero.errors import ResultError
-from rankzero.train import snapshot
-from rankzero.train.checkpoint import Checkpoint, as_directory
-from rankzero.train.parts import NotTakenError, Parts, copy_file
+from rankzero.train.checkpoint import Checkpoint
+from rankzero.train.parts import NotTakenError, Parts
 from rankzero.values import formats
 from rankzero.values import sharded as sharding
-
-MAX_STAGED = 2
-"""Checkpoints that may wait on this host to be sent to the driver; the next one waits until there are fewer."""
-
-KEPT_STAGED = 2
-"""Committed checkpoints of this rank that stay on a host that does not see the store."""
-
-
-@dataclass(frozen=True)
-class _Taken:
-    """A copied checkpoint, which shares no memory with the training.
-
-    Attributes:
-        index: Number of the checkpoint in this attempt.
-        name: Id of the checkpoint.
-        state: A copy of the state; None for a directory.
-        path: The archive of a directory; None for a state.
-        facts: Facts for the message to the driver, except those about the file.
-    """
-
-    index: int
-    name: str
-    state: Any
-    path: str | None
-    facts: dict[str, Any]
 
 
 class CheckpointWriter:
     """Writes this rank's parts and knows which checkpoint was committed last.
 
     Training waits only until the state is copied in memory; a thread writes the copy. There is one copy at a time: the
-    next report waits until the previous copy is written.
+    next report waits until the previous copy is written, and until the driver has it if it passes through the driver.
     """
 
     def __init__(
@@ -63,16 +37,7 @@ class CheckpointWriter:
         send: Callable[[messages.Message], None],
         flush: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepares the writer of one attempt.
-
-        Args:
-            parts: Writes and reads parts.
-            attempt: Number of the attempt.
-            rank: Global rank.
-            world_size: Number of ranks.
-            send: Sends a message to the agent, perhaps later.
-            flush: Waits until the agent has all messages.
-        """
+        """Prepares the writer of one attempt; ``flush`` waits until the agent has all messages that were sent."""
         self._parts = parts
         self._attempt = attempt
         self._rank = rank
@@ -81,17 +46,17 @@ class CheckpointWriter:
         self._flush = flush
         self._next = 0
         self._settled = -1
+        self._staged = -1
         self._sharded: bool | None = None
-        self._staged: set[int] = set()
-        self._kept: deque[str] = deque()
-        self._waiting: deque[_Taken] = deque()
+        self._waiting: deque[tuple[dict[str, Any], IO[bytes]]] = deque()
         self._writing = 0
         self._failure: ResultError | None = None
         self._thread: threading.Thread | None = None
         self._busy = False
         self._changed = threading.Condition()
-        self._first: Checkpoint | None = None
         self._last: Checkpoint | None = None
+        # Ranks report in step, so few of rank 0's are ahead.
+        self._coming: deque[tuple[int, Checkpoint]] = deque(maxlen=8)
         self.had_result = False
         """True if rank 0 had set the value of the run before the checkpoint that this attempt started from."""
 
@@ -102,8 +67,10 @@ class CheckpointWriter:
 
     @property
     def last(self) -> Checkpoint | None:
-        """Returns the last committed checkpoint, or the one of the start until this rank has reported one."""
-        return self._last if self._next > 0 else self._first
+        """Returns the last committed checkpoint that this rank has reported, too, or the one of the start."""
+        while self._coming and self._coming[0][0] < self._next:
+            self._last = self._coming.popleft()[1]
+        return self._last
 
     @property
     def count(self) -> int:
@@ -115,16 +82,9 @@ class CheckpointWriter:
         self._next += 1
 
     def write(
-        self,
-        value: object,
-        metrics: dict[str, Any],
-        when: float,
-        *,
-        sharded: bool,
-        has_result: bool = False,
-        positions: Mapping[str, Any] = MappingProxyType({}),
+        self, value: object, metrics: dict[str, Any], when: float, *, sharded: bool, has_result: bool = False
     ) -> None:
-        """Copies a checkpoint, which is written and committed while training continues.
+        """Copies a checkpoint, which is written and committed while training continues. Raises like `report`.
 
         Args:
             value: The checkpoint.
@@ -132,14 +92,8 @@ class CheckpointWriter:
             when: Unix time of its report.
             sharded: Whether every rank gives a part.
             has_result: Whether this rank has set the value of the run in this attempt.
-            positions: Positions in datasets that the checkpoint may hold.
-
-        Raises:
-            TypeError: the checkpoint is neither a directory nor a dict.
-            ValueError: sharded and whole checkpoints in one run.
-            ResultError: the checkpoint cannot be pickled, or the disk has refused it or the previous one.
         """
-        directory = as_directory(value)
+        directory = _directory(value)
         sharded = sharded or (directory is None and sharding.has_sharded(value))
         if self._sharded is None:
             self._sharded = sharded
@@ -149,40 +103,57 @@ class CheckpointWriter:
             self.follow()
             return
         index, self._next = self._next, self._next + 1
+        facts = {"id": self._name(index), "index": index, "sharded": sharded, "metrics": metrics, "time": when}
+        facts["has_result"] = has_result or self.had_result
         # From here on the agent gives this process its grace to finish, however the attempt ends.
         self._send(messages.PartBegun(index))
-        self._busy = True
         try:
-            self._start_thread()
-            self._await_room()
-            facts = {"sharded": sharded, "metrics": metrics, "time": when, "has_result": has_result or self.had_result}
-            facts["positions"] = dict(positions)
-            taken = self._take(index, value, directory, facts)
+            with self._blocking():
+                self._await_written()
+                if not self._await(self._staged):
+                    raise NotTakenError(
+                        f"{self._name(self._staged)} is not committed after {bounds.CHECKPOINT_COMMIT_TIMEOUT():g} s, "
+                        "and this host holds no more: every rank has to report each sharded checkpoint, and the driver "
+                        "has to reach the store"
+                    )
+                source = self._take(value, directory, facts)
+                if self._thread is None:
+                    thread = threading.Thread(target=self._work, name="rankzero-checkpoints", daemon=True)
+                    thread.start()
+                    self._thread = thread
         except NotTakenError as error:
-            self._send(messages.PartFailed(index))
-            self._note_not_taken(self._name(index), error)
+            self._fail(index, error)
             return
         except BaseException as error:
             self._send(messages.PartFailed(index))
             if not isinstance(error, OSError):
                 raise
-            raise ResultError(
-                f"checkpoint {self._name(index)} of rank {self._rank} cannot be written: {error}"
-            ) from error
-        finally:
-            self._busy = False
+            raise ResultError(f"checkpoint {facts['id']} of rank {self._rank} cannot be written: {error}") from error
         with self._changed:
             # Only what is in the queue counts as waiting: a signal handler may have reported or raised before.
-            self._waiting.append(taken)
+            self._waiting.append((facts, source))
             self._changed.notify_all()
+
+    def _take(self, value: Any, directory: str | None, facts: dict[str, Any]) -> IO[bytes]:
+        """Returns a copy of a checkpoint as an open file, and adds facts about it."""
+        source: IO[bytes] = io.BytesIO()
+        if directory is not None:
+            # The training function may delete the directory when `report` returns.
+            is_distributed = facts["sharded"] and formats.is_distributed(directory)
+            facts["format"] = formats.DISTRIBUTED if is_distributed else formats.DIRECTORY
+            source, facts["size"], facts["sha256"] = self._parts.archive(directory)
+        elif sharding.has_sharded(value):
+            facts |= {"format": formats.SHARDS, **sharding.write_to(value, source)}
+        else:
+            facts["format"] = formats.choose(value)
+            facts["size"], facts["sha256"] = formats.write_to(value, facts["format"], source)
+        facts["file"] = f"rank-{self._rank}.{facts['format']}"
+        return source
 
     def finish(self) -> None:
         """Waits until all copied checkpoints are written. Raises ResultError if the disk has refused one."""
-        self._busy = True
-        try:
+        with self._blocking():
             self._await_written()
-        finally:
-            self._busy = False
 
     def await_settled(self) -> None:
         """Waits until the last checkpoint that this rank has reported is committed or has failed.
@@ -190,123 +161,22 @@ class CheckpointWriter:
         With whole checkpoints, other ranks than 0 wait for the one that rank 0 reports in its call of the same number.
         The wait lasts as long as the driver tries to store the checkpoint, at most `CHECKPOINT_COMMIT_TIMEOUT` seconds.
         """
+        with self._blocking():
+            if not self._await(self._next - 1):
+                name, bound = self._name(self._next - 1), bounds.CHECKPOINT_COMMIT_TIMEOUT()
+                print(f"rankzero: checkpoint {name} is not complete after {bound:.0f} s, no longer awaited")
+
+    @contextlib.contextmanager
+    def _blocking(self) -> Iterator[None]:
         self._busy = True
         try:
-            with self._changed:
-                if not self._changed.wait_for(
-                    lambda: self._settled >= self._next - 1, bounds.CHECKPOINT_COMMIT_TIMEOUT()
-                ):
-                    name, bound = self._name(self._next - 1), bounds.CHECKPOINT_COMMIT_TIMEOUT()
-                    print(f"rankzero: checkpoint {name} is not complete after {bound:.0f} s, no longer awaited")
+            yield
         finally:
             self._busy = False
 
-    def _name(self, index: int) -> str:
-        return f"{self._attempt:04d}-{index:06d}"
-
-    def _take(self, index: int, value: Any, directory: str | None, facts: dict[str, Any]) -> _Taken:
-        name = self._name(index)
-        if directory is None:
-            state, has_shards = snapshot.take(value)
-            file_format = formats.SHARDS if has_shards else formats.choose(state)
-            return _Taken(index, name, state, None, {**facts, "format": file_format})
-        # The training function may delete the directory when `report` returns.
-        is_distributed = facts["sharded"] and formats.is_distributed(directory)
-        file_format = formats.DISTRIBUTED if is_distributed else formats.DIRECTORY
-        path = self._parts.local_path(name, self._file(file_format))
-        writing = store.temporary_beside(path)
-        try:
-            size, sha256 = formats.write_directory(directory, writing)
-            self._parts.check_directory()
-            os.replace(writing, path)
-        except (OSError, ResultError):
-            store.remove(writing)
-            raise
-        return _Taken(index, name, None, path, {**facts, "format": file_format, "size": size, "sha256": sha256})
-
-    def _file(self, file_format: str) -> str:
-        return f"rank-{self._rank}.{file_format}"
-
-    # -- the thread ------------------------------------------------------------------------------
-
-    def _start_thread(self) -> None:
-        if self._thread is None:
-            thread = threading.Thread(target=self._work, name="rankzero-checkpoints", daemon=True)
-            thread.start()
-            self._thread = thread
-
-    def _work(self) -> None:
-        while True:
-            self._write(self._next_waiting())
-
-    def _next_waiting(self) -> _Taken:
+    def _await(self, index: int) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting)
-            self._writing += 1
-            return self._waiting.popleft()
-
-    def _write(self, taken: _Taken) -> None:
-        file = self._file(taken.facts["format"])
-        try:
-            facts = self._write_part(taken, file)
-            if not facts["shared"]:
-                with self._changed:
-                    self._staged.add(taken.index)
-            self._send(messages.Part(id=taken.name, index=taken.index, file=file, **{**taken.facts, **facts}))
-        except Exception as error:
-            self._send(messages.PartFailed(taken.index))
-            self._note_failure(taken, error)
-        else:
-            # This part is not lost if the process is killed once the next report has returned.
-            self._flush()
-        finally:
-            # Freed before the next report may copy, since there would be two copies in memory.
-            del taken
-            with self._changed:
-                self._writing -= 1
-                self._changed.notify_all()
-
-    def _write_part(self, taken: _Taken, file: str) -> dict[str, Any]:
-        if taken.path is None:
-            produce = functools.partial(snapshot.write_to, taken.state, taken.facts["format"])
-            return self._parts.write(taken.name, file, produce)
-        if self._parts.shared or not self._parts.client():
-            return {"path": taken.path, "shared": self._parts.shared}
-        facts = {key: taken.facts[key] for key in ("size", "sha256")}
-        written = {**facts, **self._parts.write(taken.name, file, functools.partial(copy_file, taken.path))}
-        if written["path"] != taken.path:
-            store.remove(taken.path)
-        return written
-
-    def _note_failure(self, taken: _Taken, error: Exception) -> None:
-        if isinstance(error, NotTakenError):
-            self._note_not_taken(taken.name, error)
-            return
-        text = f"checkpoint {taken.name} of rank {self._rank} cannot be written: {error}"
-        with self._changed:
-            self._failure = error if isinstance(error, ResultError) else ResultError(text)
-
-    def _note_not_taken(self, name: str, error: NotTakenError) -> None:
-        print(f"rankzero: checkpoint {name} of rank {self._rank} is left out: {error}; the previous one is complete")
-
-    def _await_room(self) -> None:
-        """Waits until the previous copy is written, and until the scratch disk holds fewer than `MAX_STAGED` copies.
-
-        Raises:
-            NotTakenError: the copies were not committed within `CHECKPOINT_COMMIT_TIMEOUT` seconds.
-            ResultError: the previous copy could not be written.
-        """
-        self._await_written()
-        if self._parts.shared:
-            return
-        bound = bounds.CHECKPOINT_COMMIT_TIMEOUT()
-        with self._changed:
-            if not self._changed.wait_for(lambda: len(self._staged) < MAX_STAGED, bound):
-                waiting = ", ".join(map(self._name, sorted(self._staged)))
-                raise NotTakenError(
-                    f"after {bound:g} s {waiting} is not committed, and this host holds no more: every rank has to "
-                    "report each sharded checkpoint, and the driver has to reach the store"
-                )
+            return self._changed.wait_for(lambda: self._settled >= index, bounds.CHECKPOINT_COMMIT_TIMEOUT())
 
     def _await_written(self) -> None:
         with self._changed:
@@ -315,52 +185,91 @@ class CheckpointWriter:
         if failure:
             raise failure
 
-    # -- the driver ------------------------------------------------------------------------------
+    def _name(self, index: int) -> str:
+        return f"{self._attempt:04d}-{index:06d}"
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                self._writing += 1
+                facts, source = self._waiting.popleft()
+            # Closing it frees the memory before the next report may copy.
+            with source:
+                self._write(facts, source)
+            with self._changed:
+                self._writing -= 1
+                self._changed.notify_all()
+
+    def _write(self, facts: dict[str, Any], source: IO[bytes]) -> None:
+        try:
+            facts |= self._parts.write(facts["id"], facts["file"], source)
+            if not facts["shared"]:
+                self._staged = facts["index"]
+            self._send(messages.Part(**facts))
+            # This part is not lost if the process is killed once the next report has returned.
+            self._flush()
+        except Exception as error:
+            self._fail(facts["index"], error)
+
+    def _fail(self, index: int, error: Exception) -> None:
+        """Reports a part that failed to the driver, and to the next report unless it may be written next time."""
+        self._send(messages.PartFailed(index))
+        name = f"checkpoint {self._name(index)} of rank {self._rank}"
+        if isinstance(error, NotTakenError):
+            print(f"rankzero: {name} is left out: {error}; the previous one is complete")
+        else:
+            own = isinstance(error, ResultError)
+            self._failure = error if own else ResultError(f"{name} cannot be written: {error}")  # type: ignore[assignment]
 
     def on_message(self, message: messages.Message) -> None:
         """Handles a message of the driver about a checkpoint."""
         if isinstance(message, messages.Committed):
             self.committed(message.manifest)
         elif isinstance(message, messages.NotCommitted):
-            self._forget(message.index)
+            self._settle(message.index)
 
     def committed(self, manifest: Mapping[str, Any]) -> None:
-        """Records the newest committed checkpoint, or the one that the attempt starts from.
+        """Records a committed checkpoint, or the one that the attempt starts from.
 
-        Rank 0's checkpoint may be committed before another rank's report of the same number. That rank has the
-        checkpoint once its own report returns.
-
-        Args:
-            manifest: The facts from `rankzero.run.checkpoints.Manifest.for_ranks` for this task.
+        Rank 0's may be committed before another rank's report of the same number, which then has it.
         """
-        own = manifest["attempt"] == self._attempt
-        self._last = Checkpoint(
+        found = Checkpoint(
             manifest["id"],
             manifest["metrics"],
             manifest["world_size"],
             manifest["sharded"],
             self._rank,
             self._world_size,
-            self._parts.listed(manifest),
+            manifest,
             self._parts,
             functools.partial(self._send, messages.Damaged(manifest["id"])),
         )
-        if not own:
-            self._first = self._last
+        if manifest["attempt"] != self._attempt:
+            self._last = found
             self.had_result = manifest.get("has_result", False)
-        if own:
+        else:
+            self._coming.append((manifest["index"], found))
             # At the end, since it lets `await_settled` return, after which the rank may ask for this checkpoint.
-            self._forget(manifest["index"])
+            self._settle(manifest["index"])
 
-    def _forget(self, index: int) -> None:
-        """Forgets the staged copies up to a checkpoint that is committed or has failed."""
+    def _settle(self, index: int) -> None:
+        """Records that the checkpoints up to a number are committed or have failed."""
         with self._changed:
             self._settled = max(self._settled, index)
-            for number in [number for number in self._staged if number <= index]:
-                self._staged.discard(number)
-                if not self._parts.shared:
-                    # The newest ones stay for `get_checkpoint`; the previous one may be open at the moment.
-                    self._kept.append(self._parts.folder(self._name(number)))
-                    while len(self._kept) > KEPT_STAGED:
-                        shutil.rmtree(self._kept.popleft(), ignore_errors=True)
+            if not self._parts.shared:
+                # The newest one stays for `get_checkpoint`; the previous one may be open at the moment.
+                shutil.rmtree(self._parts.folder(self._name(index - 2)), ignore_errors=True)
             self._changed.notify_all()
+
+
+def _directory(value: object) -> str | None:
+    """Returns the path of a reported checkpoint that is a directory; None for a dict. Raises TypeError for neither."""
+    if isinstance(value, (str, os.PathLike)):
+        path = os.fspath(value)
+        if not isinstance(path, str) or not os.path.isdir(path):
+            raise TypeError(f"checkpoint is {value!r}; there is no such directory")
+        return path
+    if isinstance(value, dict):
+        return None
+    raise TypeError(f"checkpoint is of type {type(value).__name__}; give a directory or a dict of tensors and values")

@@ -25,7 +25,7 @@ from typing import Any
 
 from rankzero.errors import ResultError
 from rankzero.values import tensors
-from rankzero.values.plain import is_atom
+from rankzero.values.plain import canonical
 
 LARGE = 64 << 10
 """Bytes from which on a buffer is stored outside of the pickle."""
@@ -35,6 +35,8 @@ _ALIGNMENT = 64
 
 Part = bytes | memoryview
 
+_PARALLEL = "torch.nn.parallel.distributed.DistributedDataParallel"
+
 _INSTEAD = "Return its state (a state_dict, numbers) instead; metrics and logs of a run are kept"
 
 
@@ -42,14 +44,12 @@ def beside(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
     """Returns a pickler's ``buffer_callback`` that moves large contiguous buffers from the pickle into ``buffers``."""
 
     def take(buffer: pickle.PickleBuffer) -> bool:
-        try:
+        with contextlib.suppress(BufferError):
             view = buffer.raw()
-        except BufferError:
-            return True
-        if view.nbytes < LARGE:
-            return True
-        buffers.append(view)
-        return False
+            if view.nbytes >= LARGE:
+                buffers.append(view)
+                return False
+        return True
 
     return take
 
@@ -57,26 +57,23 @@ def beside(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
 def pack(pickled: Part, buffers: Sequence[memoryview]) -> list[Part]:
     """Returns the parts of the file in their order; the buffers are not copied."""
     contents: list[Part] = [pickled, *buffers]
-    sizes = [len(content) for content in contents]
     # The header's length depends on the offsets, and these on the header's length: it gets more room than it needs.
     room = _padded(_LENGTH.size + 48 * len(contents))
     places, offset = [], room
-    for size in sizes:
-        places.append([offset, size])
-        offset += _padded(size)
+    for content in contents:
+        places.append([offset, len(content)])
+        offset += _padded(len(content))
     header = json.dumps(places).encode()
     parts: list[Part] = [(_LENGTH.pack(len(header)) + header).ljust(room, b"\0")]
-    for content, size in zip(contents, sizes, strict=True):
-        parts += [content, bytes(_padded(size) - size)]
+    for content in contents:
+        parts += [content, bytes(_padded(len(content)) - len(content))]
     return parts
 
 
 def open_packed(path: str | int, unpickler: type[pickle.Unpickler] = pickle.Unpickler) -> Any:
-    """Loads a file that `pack` made: large buffers are mapped copy-on-write, and read when they are used.
+    """Loads a file that `pack` made, by its path or descriptor: large buffers are mapped, copy-on-write.
 
-    Args:
-        path: The file, or the descriptor of an open one. The mapping remains valid if the file is deleted.
-        unpickler: The class that loads the pickle.
+    The mapping remains valid if the file is deleted.
     """
     with open(path, "rb", closefd=isinstance(path, str)) as file:
         return unpack(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)), unpickler)
@@ -94,210 +91,67 @@ def _padded(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def pickled(value: object) -> list[Part]:
-    """Returns the parts of a value's file; its large buffers are not copied. Equal values have equal files.
-
-    Raises:
-        ResultError: the value cannot be pickled, or holds a part of a sharded tensor; the message has its type.
-    """
+@functools.cache
+def pickler() -> Any:
+    """Returns cloudpickle's class of picklers with rankzero's ways for tensors and for models of torch."""
     import cloudpickle
 
-    # A class refers to itself: it must not refer to the value.
-    kind = _type(value)
-
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        def persistent_id(self, obj: Any) -> Any:
-            return _canonical(obj, known)
-
         def reducer_override(self, obj: Any) -> Any:
             if hasattr(type(obj), "placements") and hasattr(type(obj), "device_mesh"):
                 raise ResultError(
-                    f"a value of type {kind} holds a DTensor, of which this rank has only its part: return "
+                    "a value holds a DTensor, of which this rank has only its part: return "
                     "rankzero.train.full_state_dict(model), called on every rank, or give it to report(checkpoint=...)"
                 )
-            return tensors.reduce(obj) or saved(obj) or with_qualname(super().reducer_override(obj), obj)
+            if f"{type(obj).__module__}.{type(obj).__name__}" == _PARALLEL:
+                # The model inside, since the other one needs a process group.
+                return operator.getitem, ((obj.module,), 0)
+            return tensors.reduce(obj) or with_qualname(super().reducer_override(obj), obj)
 
-    stream, buffers, known = io.BytesIO(), list[memoryview](), dict[Any, Any]()
-    try:
-        Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=beside(buffers)).dump(value)
-        return pack(stream.getbuffer(), buffers)
-    except (OSError, ResultError):
-        raise
-    except Exception as error:
-        raise ResultError(f"a value of type {kind} cannot be pickled: {_why(error)}. {_INSTEAD}") from error
+    return Pickler
 
 
-def _canonical(obj: Any, known: dict[Any, Any]) -> Any:
-    """Returns the object that is pickled for one whose pickle differs between processes; None for any other.
+_made: dict[tuple[str, str], Any] = {}
+"""Classes that came by value, by module and qualified name."""
 
-    A pickle depends on which equal strings are one object, and on the order of a set. `Loader.persistent_load` returns
-    the value of such an object.
-
-    Args:
-        obj: Any object.
-        known: Equal bytes, and the sets with the lists that stand for them, by id.
-    """
-    kind = type(obj)
-    if kind is str:
-        return sys.intern(obj)
-    if kind is bytes:
-        return known.setdefault(obj, obj)
-    if kind is tuple and all(map(is_atom, obj)):
-        # Another tuple than the given one, which may be one constant in several places.
-        return (*obj,)
-    if kind in (set, frozenset) and len(kinds := {type(item) for item in obj}) == 1 and kinds <= _ORDERED:
-        return known.setdefault(id(obj), (obj, [kind, *sorted(obj)]))[1]
-    return None
-
-
-_ORDERED = {str, bytes, int, float}
-"""Types of items by which a set is sorted."""
-
-
-def saved(obj: Any) -> tuple[Any, tuple[Any, ...]] | None:
-    """Returns how an object of torch is loaded that pickle cannot save or load; None for any other object.
-
-    torch saves TorchScript modules and exported programs by itself. Of a DistributedDataParallel model, which needs a
-    process group, the model inside is saved.
-    """
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return None
-    if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
-        return operator.getitem, ((obj.module,), 0)
-    if isinstance(obj, torch.jit.ScriptModule):
-        save, load = torch.jit.save, torch.jit.load
-    elif (export := sys.modules.get("torch.export")) and isinstance(obj, export.ExportedProgram):
-        save, load = export.save, export.load
-    else:
-        return None
-    stream = io.BytesIO()
-    save(obj, stream)
-    stream.seek(0)
-    return load, (stream,)
-
-
-@contextlib.contextmanager
-def proving(value: object) -> Iterator[None]:
-    """Runs a block that loads the written file of a value, to prove that it can be loaded.
-
-    Raises:
-        ResultError: the file cannot be loaded; the message has the value's type.
-    """
-    try:
-        yield
-    except Exception as error:
-        raise ResultError(
-            f"a value of type {_type(value)} was pickled, but cannot be read back: {_why(error)}. "
-            f"{advice(error) or _INSTEAD}"
-        ) from error
-
-
-def advice(error: Exception) -> str:
-    """Returns advice about an error during the loading of a value; empty if there is none."""
-    if isinstance(error, ImportError):
-        return (
-            "Load it where the module can be imported (sys.path, an installed package), or return plain values or a "
-            "state_dict, which need no module"
-        )
-    if isinstance(error, AttributeError) and "Can't get attribute" in str(error):
-        return "The class or function was renamed, moved or removed since: load it with the code that wrote it"
-    return ""
-
-
-def _type(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, RecursionError) or "recursion" in str(error):
-        return "it is nested too deeply, or a chain of objects is too long; put its parts into a flat list"
-    return f"{type(error).__name__}: {error}"
-
-
-class Loader(pickle.Unpickler):
-    """An unpickler that keeps this process's classes, instead of copies of those that were pickled by value.
-
-    A class has an id of cloudpickle where it was pickled and where it was loaded from such a pickle. Elsewhere a class
-    that was an attribute of its module where the job was submitted is known by its module and qualified name.
-    """
-
-    is_payload = False
-    """True for the function and arguments of a rank. Values that the rank opens later have the classes of these."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Takes the arguments of `pickle.Unpickler`."""
-        super().__init__(*args, **kwargs)
-        self._made: list[Any] = []
-        self._sets: dict[int, Any] = {}
-
-    def persistent_load(self, pid: Any) -> Any:
-        """Returns the string, tuple or set for which a value's pickle holds the given object."""
-        if type(pid) is not list:
-            return pid
-        return self._sets.setdefault(id(pid), (pid, pid[0](pid[1:])))[1]
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Finds a class like `pickle.Unpickler`; classes of this process take the place of cloudpickle's."""
-        found = super().find_class(module, name)
-        if not module.endswith("cloudpickle.cloudpickle"):
-            return found
-        if name == "_class_setstate":
-            return lambda cls, state: found(cls, state) if any(cls is made for made in self._made) else cls
-        return functools.partial(self._known_or_made, found, *_SKELETONS[name]) if name in _SKELETONS else found
-
-    def _known_or_made(self, make: Callable[..., Any], id_at: int, module_of: Callable[..., str], *args: Any) -> Any:
-        import cloudpickle.cloudpickle
-
-        module, name = module_of(args), (args[id_at + 1] or {}).get(_NAME)
-        known = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", {}).get(args[id_at])
-        if known is None and name:
-            known = _class_in(module, name) or _of_payload.get((module, name))
-        if known is None:
-            self._made.append(known := make(*args))
-            if name and self.is_payload:
-                _of_payload[module, name] = known
-        return known
-
-
-_NAME = "__qualname__"
-
-_of_payload: dict[tuple[str, str], Any] = {}
-"""Classes that came with the function of this rank, by module and qualified name."""
-
-_SKELETONS: dict[str, tuple[int, Callable[..., str]]] = {
-    "_make_skeleton_class": (4, lambda args: args[3].get("__module__", "")),
-    "_make_skeleton_enum": (5, operator.itemgetter(4)),
-}
-"""Functions of cloudpickle that create classes: the position of the class's id among their arguments, and its module.
-Behind the id is a place for further facts, which cloudpickle leaves empty."""
-
-_SCRIPTS = ("__main__", "__mp_main__")
-
-
-class PayloadLoader(Loader):
-    """A `Loader` for the function and arguments of a rank."""
-
-    is_payload = True
+_unset: list[Any] = []
+"""Those that have no attributes yet."""
 
 
 def with_qualname(reduced: Any, cls: Any) -> Any:
-    """Adds the qualified name of a module's class to how cloudpickle reduces the class by value, which leaves it out.
+    """Has a class that is pickled by value loaded as that of its module, where the module has been imported.
 
-    Classes of scripts, which are all named ``__main__``, and those that a function makes are left as they are.
+    Other processes make one copy of it. Classes that a function makes, and those of scripts, are left as they are.
 
     Args:
         reduced: The value of cloudpickle's ``reducer_override``.
         cls: The object that was reduced, a class or any other.
     """
-    if not (isinstance(cls, type) and isinstance(reduced, tuple) and cls.__module__ not in _SCRIPTS):
+    if not (isinstance(cls, type) and isinstance(reduced, tuple) and len(reduced) == 6):
         return reduced
-    if getattr(reduced[0], "__name__", "") not in _SKELETONS:
-        return reduced
-    names = (name for (_, name), known in _of_payload.items() if known is cls)
+    names = (name for (_, name), known in _made.items() if known is cls)
     name = cls.__qualname__ if _class_in(cls.__module__, cls.__qualname__) is cls else next(names, None)
-    make, (*args, _), *rest = reduced
-    return (make, (*args, {_NAME: name}), *rest) if name else reduced
+    if name is None or cls.__module__ in ("__main__", "__mp_main__"):
+        return reduced
+    return make_class, (cls.__module__, name, *reduced[:2]), reduced[2], None, None, set_class
+
+
+def make_class(module: str, name: str, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Returns the class of that module and qualified name, which is made if this process has none."""
+    found = _class_in(module, name) or _made.get((module, name))
+    if found is None:
+        found = _made[module, name] = make(*args)
+        _unset.append(found)
+    return found
+
+
+def set_class(cls: Any, state: Any) -> None:
+    """Sets the attributes of a class that `make_class` has made."""
+    from cloudpickle.cloudpickle import _class_setstate
+
+    if any(cls is each for each in _unset):
+        _unset[:] = [each for each in _unset if each is not cls]
+        _class_setstate(cls, state)
 
 
 def _class_in(module: str, name: str) -> type | None:
@@ -306,3 +160,87 @@ def _class_in(module: str, name: str) -> type | None:
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)
     return found if isinstance(found, type) and (found.__module__, found.__qualname__) == (module, name) else None
+
+
+@functools.cache
+def _canonical_pickler() -> Any:
+    """Returns the class of picklers whose pickles of equal values are equal in every process."""
+
+    class Pickler(pickler()):  # type: ignore[misc]
+        def persistent_id(self, obj: Any) -> Any:
+            known = self.__dict__.setdefault("known", {})
+            if type(obj) is bytes:
+                return known.setdefault(obj, obj)
+            if type(obj) in (set, frozenset) and len(kinds := {type(item) for item in obj}) == 1 and kinds <= _ORDERED:
+                return known.setdefault(id(obj), (obj, [type(obj), *sorted(obj)]))[1]
+            other = canonical(obj)
+            return other if other is not obj or type(obj) is str else None
+
+    return Pickler
+
+
+_ORDERED = {str, bytes, int, float}
+"""Types of items by which a set is sorted, since its own order differs between processes."""
+
+
+class Loader(pickle.Unpickler):
+    """An unpickler of `pickled`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Takes the arguments of `pickle.Unpickler`."""
+        super().__init__(*args, **options)
+        self._sets: dict[int, Any] = {}
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Returns the string, tuple or set for which the pickle holds the given object."""
+        return self._sets.setdefault(id(pid), (pid, pid[0](pid[1:])))[1] if type(pid) is list else pid
+
+
+def pickled(value: object) -> list[Part]:
+    """Returns the parts of a value's file; its large buffers are not copied. Equal values have equal files.
+
+    Raises:
+        ResultError: the value cannot be pickled, or holds a part of a sharded tensor; the message has its type.
+    """
+    stream, buffers = io.BytesIO(), list[memoryview]()
+    try:
+        _canonical_pickler()(stream, pickle.HIGHEST_PROTOCOL, beside(buffers)).dump(value)
+        return pack(stream.getbuffer(), buffers)
+    except (OSError, ResultError):
+        raise
+    except Exception as error:
+        raise ResultError(f"a value of type {type_name(value)} cannot be pickled: {_why(error)}. {_INSTEAD}") from error
+
+
+@contextlib.contextmanager
+def loading(what: str) -> Iterator[None]:
+    """Turns the errors of a block that loads a value into `ResultError`, except those of the disk and of memory.
+
+    Its message begins with ``what``, and has the reason and advice.
+    """
+    try:
+        yield
+    except (OSError, MemoryError, ResultError):
+        raise
+    except Exception as error:
+        do = _INSTEAD
+        if isinstance(error, ImportError):
+            do = (
+                "Load it where the module can be imported (sys.path, an installed package), or return plain values or "
+                "a state_dict, which need no module"
+            )
+        elif isinstance(error, AttributeError) and "Can't get attribute" in str(error):
+            do = "The class or function was renamed, moved or removed since: load it with the code that wrote it"
+        raise ResultError(f"{what}: {_why(error)}. {do}") from error
+
+
+def type_name(value: object) -> str:
+    """Returns the name of a value's type, with its module."""
+    # A user's class may have set these to any object.
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, RecursionError) or "recursion" in str(error):
+        return "it is nested too deeply, or a chain of objects is too long; put its parts into a flat list"
+    return f"{type(error).__name__}: {error}"

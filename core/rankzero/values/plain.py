@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from rankzero.texts import encodable
 
-MAX_DEPTH = 200
-"""Most levels of nested containers, since JSON's reader and writer recurse."""
+MAX_DEPTH = 100
+"""Most levels of nested containers, since the readers and writers of files recurse."""
 
 VALUE_LIMIT = 16 << 20
 """Bytes of a result that an orchestrator's metadata database gets where its other tasks are mapped over the items."""
 
-MAX_BITS = 2048
-"""Most bits of an integer. Python converts at most 4,300 digits to text and back; a user may lower that to 640."""
+MAX_BITS = 2032
+"""Most bits of an integer: ``torch.load(weights_only=True)`` reads no more, and a user may limit Python to 640 digits
+of decimal text."""
 
 MetricValue = bool | int | float | str
 """The value of a metric."""
@@ -37,32 +39,35 @@ _REPEATS = 1000
 def is_json(value: object) -> bool:
     """Returns True if JSON returns the value exactly: same types, string keys, no tuples.
 
-    False for containers that contain themselves, or the same containers many times.
-
     Example:
         >>> is_json({"a": [1, None]}), is_json({"a": (1,)})
         (True, False)
     """
-    level, seen, visited = [value], set(), 0
+    return consists_of(value, (list, dict), is_atom, _is_text)
+
+
+def consists_of(
+    value: object, containers: tuple[type, ...], is_part: Callable[[Any], bool], is_key: Callable[[Any], bool]
+) -> bool:
+    """Returns True if a value has only containers of these types, with such keys of dicts and such other parts.
+
+    False for containers that contain themselves, or the same containers many times.
+    """
+    level: list[Any] = [value]
+    seen, visited = set[int](), 0
     for _ in range(MAX_DEPTH):
-        below: list[object] = []
+        below: list[Any] = []
         for item in level:
-            if type(item) is list:
-                below += item
-            elif type(item) is dict:
-                if not all(map(_is_text, item)):
+            if type(item) in containers:
+                visited += 1
+                seen.add(id(item))
+                if isinstance(item, dict) and not all(map(is_key, item)):
                     return False
-                below += item.values()
-            elif not is_atom(item):
+                below += item.values() if isinstance(item, dict) else item
+            elif not is_part(item):
                 return False
-            else:
-                continue
-            visited += 1
-            seen.add(id(item))
-        if not below:
-            return True
-        if visited > 2 * len(seen) + _REPEATS:
-            return False
+        if not below or visited > 2 * len(seen) + _REPEATS:
+            return not below
         level = below
     return False
 
@@ -78,51 +83,49 @@ def is_atom(item: object) -> bool:
     return item is None or type(item) in (bool, float) or _is_text(item)
 
 
-def is_storable(atom: object) -> bool:
-    """Returns True for an atom that JSON documents, ``jsonb`` columns and msgpack all return unchanged.
+def canonical(obj: Any) -> Any:
+    """Returns the object that is pickled for a string or tuple, since a pickle depends on which equal parts are one.
 
-    Example:
-        >>> is_storable(2**62), is_storable(2**63), is_storable(float("nan")), is_storable("a" + chr(0))
-        (True, False, False, False)
+    Equal strings become one object. A tuple of plain values becomes another one each time, since it may be one constant
+    in several places. Other objects are returned unchanged.
     """
+    if type(obj) is str:
+        return sys.intern(obj)
+    return (*obj,) if type(obj) is tuple and all(map(is_atom, obj)) else obj
+
+
+def _is_storable(atom: object) -> bool:
+    """Returns True for an atom that JSON documents, ``jsonb`` columns and msgpack all return unchanged."""
     if type(atom) is int:
         return -(2**63) <= atom < 2**63
     if type(atom) is float:
         # False for nan and inf, too. jsonb has no negative zero.
         return abs(atom) < _EXACT_FLOATS and (atom != 0.0 or math.copysign(1.0, atom) > 0)
-    if type(atom) is str:
-        return "\0" not in atom and _is_text(atom)
-    return atom is None or type(atom) is bool
+    return atom is None or type(atom) is bool or (_is_text(atom) and "\0" not in str(atom))
 
 
 def find_unstorable(value: Any, path: str = "") -> str | None:
     """Returns a description of the first part of a JSON value that a database would reject or change, or None.
 
-    Args:
-        value: A JSON value.
-        path: The expression that selects the value, for the description.
-
     Example:
         >>> find_unstorable({"epochs": [{"loss": 0.5}, {"loss": float("nan")}]})
         "['epochs'][1]['loss'] is nan"
     """
-    if isinstance(value, (list, dict)):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            # Airflow reserves keys that begin with two underscores.
-            if isinstance(key, str) and (key.startswith("__") or not is_storable(key)):
-                return f"it has the key {key!r}"
-            if found := find_unstorable(item, f"{path}[{key!r}]"):
-                return found
-        return None
-    return None if is_storable(value) else f"{path or 'it'} is {value!r:.40}"
+    if not isinstance(value, (list, dict)):
+        return None if _is_storable(value) else f"{path or 'it'} is {value!r:.40}"
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        # Airflow reserves keys that begin with two underscores.
+        if isinstance(key, str) and (key.startswith("__") or not _is_storable(key)):
+            return f"it has the key {key!r}"
+        if found := find_unstorable(item, f"{path}[{key!r}]"):
+            return found
+    return None
 
 
 def storable(value: Any) -> Any:
     """Returns facts about a run in which each part that a database could reject or change is replaced by its text.
 
-    Args:
-        value: Dicts with string keys, lists, and atoms, such as metrics. Keys lose leading ``__``, since Airflow
-            reserves such keys.
+    Keys of dicts lose leading ``__``, since Airflow reserves such keys.
 
     Example:
         >>> storable({"loss": float("nan"), "seed": 2**63, "__type": "adam"})
@@ -133,48 +136,33 @@ def storable(value: Any) -> Any:
         return {storable(key): storable(item) for key, item in named.items()}
     if isinstance(value, (list, tuple)):
         return [storable(item) for item in value]
-    if is_storable(value):
-        return value
-    return encodable(str(value))
+    return value if _is_storable(value) else encodable(str(value))
 
 
 def plain_view(value: object, most: int) -> Any:
     """Returns the value as exact JSON, with numpy scalars and 0-d arrays and tensors as Python numbers.
 
-    Args:
-        value: Any value, which is not changed.
-        most: Most items and containers; a value with more is too large.
-
     Raises:
-        ValueError: the converted value is not exact JSON, or it is too large.
+        ValueError: the converted value is not exact JSON, or has more than ``most`` items and containers.
     """
     left = most
 
-    def view(item: object, depth: int) -> Any:
+    def view(item: Any, depth: int) -> Any:
         nonlocal left
         left -= 1
         if left < 0 or depth > MAX_DEPTH:
             raise ValueError("too many items, or too many levels of containers")
         if type(item) is list:
             return [view(each, depth + 1) for each in item]
-        if type(item) is dict:
-            if not all(map(_is_text, item)):
-                raise ValueError("a key is no text")
+        if type(item) is dict and all(map(_is_text, item)):
             return {key: view(each, depth + 1) for key, each in item.items()}
-        return item if is_atom(item) else _number(item)
+        is_number = getattr(item, "ndim", 1) == 0 and getattr(item.dtype, "kind", "f") in _NUMERIC_KINDS
+        number = item.item() if is_number else item
+        if not is_atom(number):
+            raise ValueError(f"a {type(item).__name__} with such contents is no JSON value")
+        return number
 
     return view(value, 0)
-
-
-def _number(item: Any) -> Any:
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    is_array = numpy is not None and isinstance(item, (numpy.generic, numpy.ndarray))
-    if (is_array and item.dtype.kind in _NUMERIC_KINDS) or (torch is not None and isinstance(item, torch.Tensor)):
-        number = item.item() if item.ndim == 0 else None
-        if type(number) in (bool, int, float):
-            return number
-    kind = "text with surrogates" if type(item) is str else type(item).__name__
-    raise ValueError(f"a {kind} is no JSON value")
 
 
 def metric_name(name: object) -> str:
@@ -191,11 +179,9 @@ def scalar(name: str, value: Any) -> MetricValue:
         scalar = item() if callable(item) else value
     except (RuntimeError, TypeError, ValueError):
         raise TypeError(f"metric {name!r} is a {type(value).__name__} of several elements; report one number") from None
-    if isinstance(scalar, int) and scalar.bit_length() > MAX_BITS:
-        # Python refuses to convert such integers to and from decimal text.
-        return hex(scalar)
     if isinstance(scalar, str):
         return encodable(scalar)
-    if isinstance(scalar, (bool, int, float)):
-        return scalar
-    raise TypeError(f"metric {name!r} is of type {type(value).__name__}; report numbers or strings")
+    if not isinstance(scalar, (bool, int, float)):
+        raise TypeError(f"metric {name!r} is of type {type(value).__name__}; report numbers or strings")
+    # Python refuses to convert integers of more bits to and from decimal text.
+    return hex(scalar) if isinstance(scalar, int) and scalar.bit_length() > MAX_BITS else scalar

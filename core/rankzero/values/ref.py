@@ -11,10 +11,9 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 from rankzero import store
 from rankzero.errors import ResultError
@@ -34,7 +33,8 @@ class ResultRef:
             than 8 MiB, which all cores hash together.
         size: Bytes of the file.
         summary: Facts for display: type, number of tensors and parameters, last metrics.
-        fingerprint: `store.fingerprint` of a local file when its checksum was computed.
+        fingerprint: `store.fingerprint` of a local file of tensors when its checksum was computed. While the file has
+            it, `load` does not read the file for its checksum, which takes as long as reading the tensors.
 
     Example:
         >>> ref = ResultRef.save([0.5, 0.25], "results")  # as `RunHandle.result_ref` gives one
@@ -84,43 +84,35 @@ class ResultRef:
         return ResultRef(uri, file_format, digest, size, formats.summarize(value)).fingerprinted()
 
     def fingerprinted(self) -> ResultRef:
-        """Returns this handle with the fingerprint of its file, which has just been placed; unchanged for a URL."""
-        return self if store.is_url(self.uri) else replace(self, fingerprint=store.fingerprint(self.uri))
+        """Returns this handle with the fingerprint of its file, which has just been placed; unchanged for others."""
+        is_known = self.format == formats.TORCH and not store.is_url(self.uri)
+        return replace(self, fingerprint=store.fingerprint(self.uri)) if is_known else self
 
-    def load(self, *, verify: bool = False) -> Any:
-        """Loads the value after the checksum of its file was compared.
+    def load(self) -> Any:
+        """Loads the value after the checksum of its file was compared, unless that is known to be unchanged.
 
         Tensors are on the CPU, mapped from the file. ``json`` and ``torch`` files run no code. ``pickle`` files run
         code of their author: load only files that your own runs wrote.
-
-        Args:
-            verify: Whether a local ``torch`` file is read for its checksum, although the kernel shows that it is
-                unchanged since the checksum was computed.
 
         Raises:
             ResultError: the file does not exist, was changed or has an unknown format, or an object in it cannot be
                 created here; the message says what to do.
         """
         if not store.is_url(self.uri):
-            return self.load_from(self.uri, verify=verify)
+            return self.load_from(self.uri)
         # In a rank, the agent's scratch directory has room. The file has no name, so that no killed process leaves one.
-        with tempfile.TemporaryFile(dir=os.environ.get("RANKZERO_SCRATCH")) as local:
-            with self._open() as remote:
+        with self._explained(self.uri), tempfile.TemporaryFile(dir=os.environ.get("RANKZERO_SCRATCH")) as local:
+            with store.open_read(self.uri) as remote:
                 shutil.copyfileobj(remote, local, _COPY_CHUNK)
             local.seek(0)
             return formats.read_open(local, self.uri, self.format, self.digest)
 
-    def load_from(self, path: str, *, verify: bool = False) -> Any:
+    def load_from(self, path: str) -> Any:
         """Loads the value from a local copy of the file, like `load`."""
-        try:
-            with open(path, "rb") as file:
-                # Only a file that runs no code; by its descriptor, since its name may be replaced.
-                trusted = self.format == formats.TORCH and store.fingerprint(file.fileno()) == self.fingerprint
-                return formats.read_open(file, path, self.format, None if trusted and not verify else self.digest)
-        except FileNotFoundError:
-            raise ResultError(f"the result {path} does not exist; was its run directory deleted?") from None
-        except OSError as error:
-            raise ResultError(f"the result {path} cannot be read: {error}") from error
+        with self._explained(path), open(path, "rb") as file:
+            # By its descriptor, since its name may be replaced.
+            is_known = self.fingerprint is not None and store.fingerprint(file.fileno()) == self.fingerprint
+            return formats.read_open(file, path, self.format, None if is_known else self.digest)
 
     @property
     def sha256(self) -> str:
@@ -128,19 +120,20 @@ class ResultRef:
         algorithm, digits = digests.split(self.digest)
         if algorithm == digests.PLAIN:
             return digits
-        with self._open() as file:
+        with self._explained(self.uri), store.open_read(self.uri) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
     @contextlib.contextmanager
-    def _open(self) -> Iterator[IO[bytes]]:
+    def _explained(self, location: str) -> Iterator[None]:
         try:
-            with store.open_read(self.uri) as file:
-                yield file
+            yield
+        except ResultError:
+            raise
         except FileNotFoundError:
-            raise ResultError(f"the result {self.uri} does not exist; was its run directory deleted?") from None
+            raise ResultError(f"the result {location} does not exist; was its run directory deleted?") from None
         except Exception as error:
             # Drivers of object stores raise their own exceptions.
-            raise ResultError(f"the result {self.uri} cannot be read: {type(error).__name__}: {error}") from error
+            raise ResultError(f"the result {location} cannot be read: {type(error).__name__}: {error}") from error
 
     def to_json(self) -> dict[str, Any]:
         """Returns the handle as plain JSON values, for `from_json`."""
@@ -150,28 +143,6 @@ class ResultRef:
     def from_json(data: dict[str, Any]) -> ResultRef:
         """Rebuilds a handle from the values that `to_json` returned."""
         return ResultRef(**data)
-
-    def __bool__(self) -> bool:
-        """Returns True, whatever the stored value is."""
-        return True
-
-    def __len__(self) -> int:
-        """Raises TypeError: the value is a file, and its handle has no items."""
-        raise self._is_no_container("len()")
-
-    def __getitem__(self, key: object) -> Any:
-        """Raises TypeError: the value is a file, and its handle has no items."""
-        raise self._is_no_container(f"[{key!r}]")
-
-    def __iter__(self) -> Iterator[Any]:
-        """Raises TypeError: the value is a file, and its handle has no items."""
-        raise self._is_no_container("iteration")
-
-    def _is_no_container(self, use: str) -> TypeError:
-        return TypeError(
-            f"this is a ResultRef, the handle of a stored {self.summary.get('type', 'value')}, and has no {use}: call "
-            f".load() to get the value ({self.uri})"
-        )
 
     # Airflow's serialization calls these two names.
     def serialize(self) -> dict[str, Any]:
@@ -188,76 +159,49 @@ class ResultRef:
 
 _COPY_CHUNK = 8 << 20
 _NAME_DIGITS = 32
-_CONTAINERS = (list, tuple, dict)
 
 
 def map_refs(value: Any, function: Callable[[ResultRef], Any]) -> Any:
-    """Returns ``value`` with every `ResultRef` in it, also inside lists, tuples and dicts, replaced.
+    """Returns a copy of ``value`` with every `ResultRef` in it replaced, also inside lists, tuples and dicts.
 
-    Only containers that hold a `ResultRef` are copied, each once, so that shared and cyclic containers remain so.
+    Each container is copied once, so that shared and cyclic ones remain so. Other objects are not copied. A value
+    without a `ResultRef` is returned unchanged.
 
     Args:
         value: Any value.
-        function: Returns the replacement of a `ResultRef`.
+        function: Returns the replacement of a `ResultRef`. It is called once for each object.
 
     Example:
-        >>> kept, ref = [1], ResultRef("/x", "json", "", 0)
-        >>> mapped = map_refs({"a": kept, "b": [ref]}, lambda ref: ref.uri)
-        >>> mapped["b"], mapped["a"] is kept
-        (['/x'], True)
+        >>> map_refs({"a": [1], "b": (ResultRef("/x", "json", "", 0),)}, lambda ref: ref.uri)
+        {'a': [1], 'b': ('/x',)}
     """
-    if isinstance(value, ResultRef):
-        return function(value)
-    holding = _holding(value)
-    made: dict[int, Any] = {}
+    found: list[ResultRef] = []
 
-    def mapped(item: Any) -> Any:
-        if id(item) in made:
-            return made[id(item)]
-        if isinstance(item, ResultRef):
-            made[id(item)] = function(item)
-        elif id(item) not in holding:
-            return item
-        elif type(item) is tuple:
-            made[id(item)] = tuple(map(mapped, item))
-        else:
-            # Registered before it is filled, since it may contain itself.
-            made[id(item)] = filled = type(item)()
-            later.append((item, filled))
+    def replaced(ref: ResultRef) -> Any:
+        found.append(ref)
+        return function(ref)
+
+    try:
+        copy = _copy(value, replaced, {})
+    except RecursionError:
+        # A value of so many levels cannot be pickled either.
+        return value
+    return copy if found else value
+
+
+def _copy(item: Any, replaced: Callable[[ResultRef], Any], made: dict[int, Any]) -> Any:
+    """Returns the copy for `map_refs`; ``made`` has the copies of containers and references by id."""
+    if id(item) in made:
         return made[id(item)]
-
-    later: deque[tuple[Any, Any]] = deque()
-    result = mapped(value)
-    while later:
-        old, new = later.popleft()
-        if type(old) is list:
-            new += map(mapped, old)
-        else:
-            new.update((key, mapped(item)) for key, item in old.items())
-    return result
-
-
-def _holding(value: Any) -> set[int]:
-    """Returns the ids of the containers within ``value`` that hold a `ResultRef` at any depth."""
-    above: dict[int, list[int]] = {}
-    found: list[int] = []
-    waiting = [value] if type(value) in _CONTAINERS else []
-    seen: set[int] = set()
-    while waiting:
-        container = waiting.pop()
-        if id(container) in seen:
-            continue
-        seen.add(id(container))
-        for item in container.values() if type(container) is dict else container:
-            if isinstance(item, ResultRef):
-                found.append(id(container))
-            elif type(item) in _CONTAINERS:
-                above.setdefault(id(item), []).append(id(container))
-                waiting.append(item)
-    holding: set[int] = set()
-    while found:
-        container_id = found.pop()
-        if container_id not in holding:
-            holding.add(container_id)
-            found += above.get(container_id, ())
-    return holding
+    if isinstance(item, ResultRef):
+        made[id(item)] = replaced(item)
+    elif type(item) is tuple:
+        made[id(item)] = tuple(_copy(each, replaced, made) for each in item)
+    elif type(item) is list:
+        # Registered before it is filled, since it may contain itself.
+        made[id(item)] = filled = list[Any]()
+        filled += (_copy(each, replaced, made) for each in item)
+    elif type(item) is dict:
+        made[id(item)] = table = dict[Any, Any]()
+        table.update((key, _copy(each, replaced, made)) for key, each in item.items())
+    return made.get(id(item), item)

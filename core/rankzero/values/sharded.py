@@ -11,10 +11,9 @@ the place and the sha256 of each, goes to the driver, which stores the indexes o
 from __future__ import annotations
 
 import base64
-import copy
-import ctypes
 import hashlib
 import pickle
+import sys
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -26,13 +25,6 @@ from rankzero.errors import ResultError
 from rankzero.values import pickled, tensors
 from rankzero.values.digest import Writable
 
-MAX_INDEX = 16 << 20
-"""Most characters of a rank's index, which is a part of a message."""
-
-_SHOWN = 5
-"""Most names of tensors in one error."""
-
-
 Path = tuple[Any, ...]
 
 
@@ -43,8 +35,8 @@ class Place:
     at: int
     length: int
     sha256: str
-    sizes: tuple[int, ...]
-    is_sharded: bool
+    sizes: tuple[int, ...] = ()
+    is_sharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,7 +48,9 @@ class Stored:
 
 def is_sharded(tensor: Any) -> bool:
     """Returns True for a DTensor or ShardedTensor."""
-    return hasattr(tensor, "placements") or hasattr(tensor, "local_shards")
+    torch = sys.modules.get("torch")
+    is_tensor = torch is not None and isinstance(tensor, torch.Tensor)
+    return is_tensor and (hasattr(tensor, "placements") or hasattr(tensor, "local_shards"))
 
 
 def has_sharded(state: Any) -> bool:
@@ -73,47 +67,34 @@ def has_sharded(state: Any) -> bool:
     return False
 
 
-def copy_of(tensor: Any) -> Any:
-    """Returns a copy of a sharded tensor on the CPU. Raises ResultError for partial placements."""
-    if hasattr(tensor, "local_shards"):
-        return copy.deepcopy(tensor)
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise ResultError(f"a DTensor with the placements {tensor.placements} cannot be saved: redistribute() it first")
-    return tensor.detach().to("cpu", copy=True)
-
-
 def write_to(state: dict[Any, Any], file: Writable) -> dict[str, Any]:
-    """Writes this rank's part of a state that shares no memory with the training.
+    """Writes this rank's part of a state.
 
     Returns:
         The file's ``size``, the ``sha256`` of its index, and the index as the text ``pieces``.
 
     Raises:
-        ResultError: a value cannot be pickled or read again, or the index is too large.
+        ResultError: a value cannot be pickled.
     """
     flat, rest = _flat(state)
     metadata, items, planner = _plan({name: tensor for name, tensor in flat.items() if _is_written_here(name, tensor)})
     size = 0
 
-    def write(data: Any, sizes: tuple[int, ...] = (), sharded: bool = False) -> Place:
+    def write(data: Any, *facts: Any) -> Place:
         nonlocal size
         file.write(data)
         size += len(data)
-        return Place(size - len(data), len(data), hashlib.sha256(data).hexdigest(), sizes, sharded)
+        return Place(size - len(data), len(data), hashlib.sha256(data).hexdigest(), *facts)
 
-    metadata.storage_data = {
-        item.index: write(
-            _bytes_of(planner.resolve_data(item)), tuple(item.tensor_data.chunk.sizes), is_sharded(flat[item.index.fqn])
-        )
-        for item in items
-    }
-    data = b"".join(pickled.pickled(rest))
-    with pickled.proving(rest):
-        pickled.unpack(memoryview(data), pickled.Loader)
-    metadata.planner_data = write(data)
+    metadata.storage_data = {}
+    for item in items:
+        piece = planner.resolve_data(item).detach().cpu().contiguous()
+        # Of a view only what it shows.
+        data = tensors.memory_of(tensors.compact(piece).untyped_storage())
+        sizes = tuple(item.tensor_data.chunk.sizes)
+        metadata.storage_data[item.index] = write(data, sizes, is_sharded(flat[item.index.fqn]))
+    metadata.planner_data = write(b"".join(pickled.pickled(rest)))
     text = base64.b64encode(zlib.compress(pickle.dumps(metadata), 1)).decode()
-    if len(text) > MAX_INDEX:
-        raise ResultError(f"the index of a rank's part of a sharded checkpoint has {len(text)} characters: too many")
     return {"size": size, "sha256": hashlib.sha256(text.encode()).hexdigest(), "pieces": text}
 
 
@@ -133,7 +114,7 @@ def _flat(state: Any) -> tuple[dict[str, Any], Any]:
     flat: dict[str, Any] = {}
 
     def place(path: Path, value: Any) -> Any:
-        is_dense = isinstance(value, torch.Tensor) and tensors.is_dense(value) and not tensors.is_narrow(value.dtype)
+        is_dense = isinstance(value, torch.Tensor) and tensors.is_dense(value)
         if not (is_sharded(value) or is_dense):
             return value
         if (name := ".".join(map(str, path))) in flat:
@@ -142,6 +123,13 @@ def _flat(state: Any) -> tuple[dict[str, Any], Any]:
         return Stored(name)
 
     return flat, _walk(state, place)
+
+
+def _names(value: Any) -> list[str]:
+    """Returns the names of the tensors that `_flat` took out of a state."""
+    names: list[str] = []
+    _walk(value, lambda _, leaf: names.append(leaf.name) if isinstance(leaf, Stored) else None)
+    return names
 
 
 def _plan(flat: dict[str, Any]) -> tuple[Any, list[Any], Any]:
@@ -156,6 +144,8 @@ def _plan(flat: dict[str, Any]) -> tuple[Any, list[Any], Any]:
 
 def _is_written_here(name: str, tensor: Any) -> bool:
     """Returns True on one of the ranks with the same pieces, which differs from tensor to tensor."""
+    if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
+        raise ResultError(f"a DTensor with the placements {tensor.placements} cannot be saved: redistribute() it first")
     mesh: Any = getattr(tensor, "device_mesh", None)
     place = mesh and mesh.get_coordinate()
     return place is None or all(
@@ -163,13 +153,6 @@ def _is_written_here(name: str, tensor: Any) -> bool:
         for dim, placement in enumerate(tensor.placements)
         if placement.is_replicate()
     )
-
-
-def _bytes_of(tensor: Any) -> memoryview:
-    here = tensor.detach().cpu().contiguous()
-    memory = (ctypes.c_char * (here.numel() * here.element_size())).from_address(here.data_ptr())
-    memory.owner = here
-    return memoryview(memory).cast("B")
 
 
 class ShardedState:
@@ -182,13 +165,9 @@ class ShardedState:
         indexes: Mapping[str, bytes],
         open_part: Callable[[str], IO[bytes]],
     ) -> None:
-        """Reads the indexes, and no file.
+        """Reads the indexes of all ranks, which `write_to` has returned, and no file.
 
-        Args:
-            rank: The rank whose values are read that are not sharded.
-            parts: By rank, as text: ``sha256``, as `write_to` returned it.
-            indexes: By rank, as text: ``pieces``, as `write_to` returned it.
-            open_part: Opens a rank's file.
+        Values that are not sharded are those of the given rank. Ranks are text; ``open_part`` opens a rank's file.
 
         Raises:
             ResultError: an index is damaged, pieces are missing, or two ranks wrote different values for one piece.
@@ -200,30 +179,29 @@ class ShardedState:
         self._rank = rank
         for writer in sorted(parts, key=lambda each: (each != rank, int(each))):
             index = _proved(indexes.get(writer, b""), parts[writer]["sha256"])
-            self._metadata = self._merged(writer, pickle.loads(zlib.decompress(base64.b64decode(index))))
+            self._merge(writer, pickle.loads(zlib.decompress(base64.b64decode(index))))
         # By rank, and in the order in which they lie in the file.
-        self._metadata.storage_data = self._places
-        for name, entry in self._metadata.state_dict_metadata.items():
+        metadata: Any = self._metadata
+        metadata.storage_data = self._places
+        for name, entry in metadata.state_dict_metadata.items():
             if sum(prod(chunk.sizes) for chunk in entry.chunks) != prod(entry.size):
                 raise ResultError(f"the pieces of {name!r} in the checkpoint are not the whole tensor")
 
-    def _merged(self, rank: str, metadata: Any) -> Any:
-        """Returns the metadata of the ranks so far with that of one more rank."""
+    def _merge(self, rank: str, metadata: Any) -> None:
+        """Adds the metadata of one more rank."""
         merged: Any = self._metadata or metadata
+        self._metadata = merged
         for key, place in metadata.storage_data.items():
-            if key not in self._places:
-                self._places[key] = rank, place
+            writer, known = self._places.setdefault(key, (rank, place))
+            if known is place:
                 entry = metadata.state_dict_metadata[key.fqn]
-                known = merged.state_dict_metadata.setdefault(key.fqn, entry)
-                if known is not entry:
-                    known.chunks += [chunk for chunk in entry.chunks if chunk.offsets == key.offset]
-            elif place.is_sharded and self._places[key][1].sha256 != place.sha256:
+                if (first := merged.state_dict_metadata.setdefault(key.fqn, entry)) is not entry:
+                    first.chunks += [chunk for chunk in entry.chunks if chunk.offsets == key.offset]
+            elif place.is_sharded and known.sha256 != place.sha256:
                 raise ResultError(
-                    f"ranks {self._places[key][0]} and {rank} wrote different values of {key.fqn!r} into the "
-                    "checkpoint, as pipeline stages do whose modules name their tensors alike: give each stage names "
-                    "of its own"
+                    f"ranks {writer} and {rank} wrote different values of {key.fqn!r} into the checkpoint, as pipeline "
+                    "stages do whose modules name their tensors alike: give each stage names of its own"
                 )
-        return merged
 
     def __enter__(self) -> ShardedState:
         return self
@@ -236,35 +214,23 @@ class ShardedState:
         """Returns the state with whole tensors, or with those of a target, which are filled. Raises like `fill`."""
         import torch
 
-        data = self._bytes(self._rank, self._metadata.planner_data)
-        try:
+        with pickled.loading(f"what rank {self._rank} wrote into the checkpoint cannot be loaded here"):
+            data = self._bytes(self._rank, self._metadata.planner_data)
             rest = pickled.unpack(memoryview(data), pickled.Loader)
-        except Exception as error:
-            do, what = pickled.advice(error) or "Give plain values and state dicts", f"{type(error).__name__}: {error}"
-            raise ResultError(
-                f"what rank {self._rank} wrote is whole, but cannot be loaded here: {what}. {do}"
-            ) from error
         filled = {} if target is None else _flat(target)[0]
-        skipped = set()
-
-        def place(path: Path, value: Any) -> None:
-            if not isinstance(value, Stored) or (target is not None and value.name in filled):
-                return
+        if target is not None:
+            rest = type(rest)((key, value) for key, value in rest.items() if key in target or not _names(value))
+        for name in _names(rest):
             if target is None:
-                entry = self._metadata.state_dict_metadata[value.name]
-                filled[value.name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-            elif path[0] in target:
+                entry = self._metadata.state_dict_metadata[name]
+                filled[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+            elif name not in filled:
                 raise ResultError(
-                    f"the checkpoint holds {value.name!r}, which the state to be filled has not: give the states of "
+                    f"the checkpoint holds {name!r}, which the state to be filled has not: give the states of "
                     "model and optimizer as torch.distributed.checkpoint.state_dict makes them, or load() whole tensors"
                 )
-            else:
-                skipped.add(path[0])
-
-        _walk(rest, place)
         _fill(filled, self._metadata, self._piece)
-        kept = type(rest)((key, value) for key, value in rest.items() if key not in skipped)
-        return _walk(kept, lambda _, value: filled[value.name] if isinstance(value, Stored) else value)
+        return _walk(rest, lambda _, value: filled[value.name] if isinstance(value, Stored) else value)
 
     def _piece(self, key: Any) -> Any:
         import torch
@@ -283,8 +249,7 @@ class ShardedState:
         view = memoryview(data)
         while view and (count := file.readinto(view)):  # type: ignore[attr-defined]
             view = view[count:]
-        _proved(data, place.sha256)
-        return data
+        return _proved(data, place.sha256)  # type: ignore[no-any-return]
 
 
 def _proved(data: Any, sha256: str) -> Any:
@@ -297,7 +262,7 @@ def fill(target: Any, state: Any) -> Any:
     """Fills the tensors of ``target``, sharded ones with their pieces, from a whole state, and returns that with them.
 
     Raises:
-        ResultError: a tensor of ``target`` is missing, and nothing is filled; or it has another shape.
+        ResultError: a tensor of ``target`` is missing or has another shape, and nothing is filled.
     """
     flat, rest = _flat(state)
     given = _flat(target)[0]
@@ -312,20 +277,23 @@ def _fill(given: dict[str, Any], metadata: Any, piece: Callable[[Any], Any]) -> 
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
     saved = metadata.state_dict_metadata
-    if missing := [name for name in given if name not in saved]:
-        shown = ", ".join(map(repr, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
-        raise ResultError(
-            f"the checkpoint lacks {len(missing)} of the {len(given)} tensors that are to be filled: {shown}. Give a "
-            "state without them, or load() what there is"
-        )
     for name, tensor in given.items():
-        if (shape := list(saved[name].size)) != (own := list(tensor.size())):
+        # Older versions of torch would fill a part of it.
+        if name in saved and (shape := list(saved[name].size)) != (own := list(tensor.size())):
             raise ResultError(f"{name!r} has the shape {shape} in the checkpoint, and {own} in the state to be filled")
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(given, metadata, is_coordinator=True)
     order = {key: number for number, key in enumerate(metadata.storage_data or ())}
+    try:
+        items = sorted(planner.create_local_plan().items, key=lambda item: order.get(item.storage_index, 0))
+    except RuntimeError as error:
+        why = str(error).rstrip(".")
+        raise ResultError(
+            f"the checkpoint does not fit into the state to be filled: {why}. Give a state without that tensor, or "
+            "load() what there is"
+        ) from error
     last = source = None
-    for item in sorted(planner.create_local_plan().items, key=lambda item: order.get(item.storage_index, 0)):
+    for item in items:
         # A piece of one file may be needed in several places.
         if item.storage_index != last:
             last, source = item.storage_index, piece(item.storage_index)

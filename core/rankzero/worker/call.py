@@ -50,7 +50,7 @@ def call(start: Start, fetch: Callable[[str], str], has_worked: Callable[[], boo
         The value that a function returned; None for other kinds, and after ``sys.exit(0)``, which is a success.
     """
     from rankzero.train.context import RANK_PROCESS
-    from rankzero.values.pickled import PayloadLoader, open_packed
+    from rankzero.values.pickled import open_packed
     from rankzero.values.ref import map_refs
 
     # The caller's own code comes before installed packages, as in the caller's process.
@@ -59,7 +59,7 @@ def call(start: Start, fetch: Callable[[str], str], has_worked: Callable[[], boo
         own.append(start.modules)
     sys.path[:0] = own
     # The agent has verified its digest, so it may be unpickled.
-    payload = open_packed(start.payload, PayloadLoader)
+    payload = open_packed(start.payload)
     install_restart_on(payload.get("restart_on"))
     is_function = payload["kind"] == "function"
 
@@ -120,13 +120,10 @@ def _path_of(ref: ResultRef, start: Start, fetch: Callable[[str], str]) -> str:
     assert name is not None
     if path is not None:
         return path
-    for client in remote.clients(ref.uri):
-        here = os.path.join(start.scratch, f"read-{name}")
-        try:
-            return remote.download(client, ref.uri, here)
-        except Exception:
-            # The driver's error is the one to report: it has the credentials that the run was given.
-            continue
+    if client := remote.find_client(ref.uri):
+        # The driver's error is the one to report: it has the credentials that the run was given.
+        with contextlib.suppress(Exception):
+            return remote.download(client, ref.uri, os.path.join(start.scratch, f"read-{name}"))
     return fetch(name)
 
 

@@ -146,7 +146,6 @@ def _work(
         return session.count_progress()
 
     control.beat(start.beat_interval, count_progress)
-    importlib.import_module("rankzero.compat").enter_rank(start.context)
     ending.callback(writer.finish)
     control.send(messages.Entered(phases["started"], phases["imported"], time.time(), torch.__version__))
     value = call(start, control.fetch, lambda: bool(session.has_result or session.count_progress() or has_made_group()))

@@ -1,5 +1,6 @@
-"""Every collective against its formula, for every type, operation and number of ranks."""
+"""Every collective against its formula; types, operations and orders: test_hvd_orders.py."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +12,12 @@ import rankzero.compat.horovod.torch as hvd
 from rankzero import Launcher
 
 
+def check(what: Any, found: Any, expected: Any) -> None:
+    assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected)), f"{what}: {found} is not {expected}"
+
+
 def values() -> None:
     rank, size = hvd.rank(), hvd.size()
-
-    def check(what: Any, found: Any, expected: Any) -> None:
-        assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected)), f"{what}: {found} is not {expected}"
-
-    integers = (torch.uint8, torch.int8, torch.int32, torch.int64)
-    for dtype in (*integers, torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        for rows in (1, 40):
-            mine = torch.full((rows, 2), rank + 1, dtype=dtype)
-            every = torch.stack([torch.full((rows, 2), other + 1, dtype=dtype) for other in range(size)])
-            total = every.sum(0, dtype=dtype)
-            mean = total / size if dtype.is_floating_point else torch.div(total, size, rounding_mode="trunc")
-            what = f"{dtype} {rows}"
-            check(f"average {what}", hvd.allreduce(mine, name=f"a.{what}"), mean.to(dtype))
-            check(f"sum {what}", hvd.allreduce(mine, op=hvd.Sum, name=f"s.{what}"), total)
-            check(f"min {what}", hvd.allreduce(mine, op=hvd.Min, name=f"min.{what}"), every.amin(0))
-            check(f"max {what}", hvd.allreduce(mine, op=hvd.Max, name=f"max.{what}"), every.amax(0))
-            product = hvd.allreduce(mine, op=hvd.Product, name=f"p.{what}")
-            check(f"product {what}", product, every.prod(0, dtype=dtype))
-            check(f"broadcast {what}", hvd.broadcast(mine, size - 1), every[size - 1])
-            check(f"allgather {what}", hvd.allgather(mine[: rank + 1]),
-                  torch.cat([every[other][: other + 1] for other in range(size)]))  # fmt: skip
     check("scaled", hvd.allreduce(torch.ones(2), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0),
           torch.full((2,), 2.0 * size))  # fmt: skip
     large = (1 << 40) + 3
@@ -43,16 +27,13 @@ def values() -> None:
     check("scaled average of integers", hvd.allreduce(one, postscale_factor=size), torch.ones(300, dtype=torch.int64))
     for count in (2, 400):
         # Views whose memory is not their value.
-        views = torch._neg_view(torch.full((count,), 2.0)), torch.full((count,), 2 + 2j).conj()
-        for view in views:
-            expected = view.clone() * size
-            check("view", hvd.allreduce(view, op=hvd.Sum).clone(), expected)
+        for view in (torch._neg_view(torch.full((count,), 2.0)), torch.full((count,), 2 + 2j).conj()):
+            check("view", hvd.allreduce(view, op=hvd.Sum).clone(), view.clone() * size)
         with torch.inference_mode():
             later = [hvd.allreduce_async_(torch.ones(count), op=hvd.Sum, name=f"inference.{i}") for i in range(2)]
             for total in hvd.synchronize(later):
                 check("inference mode", total, torch.full((count,), float(size)))
-    for shape in ((3, 0), (3, 0, 2)):
-        check("no columns", hvd.allgather(torch.ones(shape)).shape, (3 * size, *shape[1:]))
+    check("no columns", hvd.allgather(torch.ones(3, 0, 2)).shape, (3 * size, 0, 2))
     check("fp16", hvd.allreduce(torch.full((3,), 1.5), compression=hvd.Compression.fp16), torch.full((3,), 1.5))
     check("scalar", hvd.allreduce(torch.tensor(float(rank)), op=hvd.Sum), sum(map(float, range(size))))
     check("too large", hvd.allreduce(torch.tensor([3e38]), op=hvd.Product, postscale_factor=1e10), [float("inf")])
@@ -61,14 +42,11 @@ def values() -> None:
     rows, came = hvd.alltoall(torch.full((sum(range(size + 1)),), rank), splits=list(range(1, size + 1)))
     check("alltoall", rows, torch.arange(size).repeat_interleave(rank + 1))
     check("alltoall splits", came, torch.full((size,), rank + 1, dtype=torch.int32))
-    check("alltoall even", hvd.alltoall(torch.full((size,), rank)), torch.arange(size))
-    share = hvd.reducescatter(torch.arange(5.0), op=hvd.Sum)
-    check("reducescatter", hvd.allgather(share), torch.arange(5.0) * size)
     later = hvd.grouped_reducescatter_async([torch.arange(5.0), torch.ones(1, 2)], prescale_factor=2.0)
     shares = hvd.synchronize(later)
     check("grouped reducescatter", hvd.allgather(shares[0]), torch.arange(5.0) * 2)
     check("rows for the first rank alone", len(shares[1]), 1 if rank == 0 else 0)
-    for dtype in (torch.int16, torch.uint16, torch.float8_e5m2, torch.bool):
+    for dtype in (torch.int16, torch.uint16, torch.float8_e5m2):
         moved = torch.full((2, 3), rank % 2).to(dtype)
         check(f"allgather {dtype}", hvd.allgather(moved[rank % 2 :]).float(),
               torch.cat([torch.full((2 - other % 2, 3), float(other % 2)) for other in range(size)]))  # fmt: skip
@@ -78,128 +56,63 @@ def values() -> None:
     inplace = torch.full((4,), float(rank))
     assert hvd.allreduce_(inplace, op=hvd.Sum) is inplace
     check("in place", inplace, torch.full((4,), float(sum(range(size)))))
-    grouped = hvd.grouped_allreduce([torch.ones(3), torch.ones(2, 2)], op=hvd.Sum)
-    check("grouped", grouped[1], torch.full((2, 2), float(size)))
     gathered = hvd.grouped_allgather([torch.full((2,), rank), torch.full((1, 2), rank)])
     check("grouped gather", gathered[0], torch.arange(size).repeat_interleave(2))
-    later = hvd.grouped_allgather_async([torch.full((2,), rank)], name="later")
-    check("grouped gather later", hvd.synchronize(later)[0], torch.arange(size).repeat_interleave(2))
-    assert hvd.broadcast_object({"rank": rank} if rank == 0 else None) == {"rank": 0}
+    # Messages of any length.
+    assert hvd.broadcast_object("x" * 5000 if rank == 0 else None) == "x" * 5000
     assert hvd.allgather_object("x" * rank) == ["x" * other for other in range(size)]
+    names = [f"{index} {'x' * 100}" for index in range(30)]
+    assert [one.item() for one in hvd.synchronize([hvd.allreduce_async(torch.ones(1), name=n) for n in names])] == [
+        1
+    ] * 30
     hvd.barrier()
-    assert (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (rank, size, 0, 1)
 
 
 def gradients() -> None:
+    """Horovod's: those of what was gathered or broadcast are averaged."""
     rank, size = hvd.rank(), hvd.size()
-    # Horovod averages the gradients of what was gathered or broadcast.
-    x = torch.full((rank + 1, 2), 1.0, requires_grad=True)
-    start, rows = sum(range(rank + 1)), sum(range(size + 1))
-    for gather in (hvd.allgather, lambda one, name: hvd.grouped_allgather([one], name=name)[0]):
-        for name in ("x", None):
-            x.grad = None
-            (gather(x, name=name) * torch.arange(1.0, rows + 1)[:, None] * (rank + 1)).sum().backward()
-            expected = torch.arange(start + 1.0, start + rank + 2) * rows / size
-            assert torch.allclose(x.grad[:, 0], expected), (name, x.grad)
+    rows = sum(range(size + 1))
     mean = rows / size
-    for op, factor in ((hvd.Sum, rows), (hvd.Average, mean)):
-        y = torch.ones(3, requires_grad=True)
-        (hvd.allreduce(y, op=op) * (rank + 1)).sum().backward()
-        assert torch.allclose(y.grad, torch.full((3,), float(factor)))
-        pair = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
+
+    def gradient(of: Any, call: Any) -> Any:
+        of = of.requires_grad_()
+        (call(of) * (rank + 1)).sum().backward()
+        return of.grad
+
+    start = sum(range(rank + 1))
+    weights = torch.arange(1.0, rows + 1)[:, None]
+    for name in ("x", None):
+        found = gradient(torch.ones(rank + 1, 2), lambda x, name=name: hvd.allgather(x, name=name) * weights)
+        torch.testing.assert_close(found[:, 0], torch.arange(start + 1.0, start + rank + 2) * mean)
+    for op, factor in ((hvd.Sum, float(rows)), (hvd.Average, mean)):
+        check(op, gradient(torch.ones(3), lambda x, op=op: hvd.allreduce(x, op=op)), torch.full((3,), factor))
+        pair = torch.ones(3), torch.ones(2, requires_grad=True)
         first, second = hvd.grouped_allreduce(pair, op=op)
         ((first.sum() + 2 * second.sum()) * (rank + 1)).backward()
-        assert torch.allclose(pair[1].grad, torch.full((2,), 2.0 * factor))
-    z = torch.ones(2, requires_grad=True)
-    (hvd.broadcast(z, 0, name="z") * (rank + 1)).sum().backward()
-    assert torch.allclose(z.grad, torch.full((2,), mean if rank == 0 else 0.0))
+        check(f"grouped {op}", pair[1].grad, torch.full((2,), 2.0 * factor))
+        # A sum's gradient is gathered times the ranks, an average's as it is.
+        found = gradient(torch.ones(5), lambda x, op=op: hvd.reducescatter(x, op=op))
+        owners = hvd.allgather(torch.full((len(torch.ones(5).tensor_split(size)[rank]),), rank + 1.0))
+        check(f"reducescatter {op}", found, owners * (size if op == hvd.Sum else 1))
+    found = gradient(torch.ones(2), lambda x: hvd.broadcast(x, 0, name="z"))
+    check("broadcast", found, torch.full((2,), mean if rank == 0 else 0.0))
     # Rank r gets r + 1 rows of each rank, and multiplies them by r + 1.
-    rows = torch.ones(sum(range(size + 1)), 2, requires_grad=True)
-    for name in (None, "rows"):
-        got, came = hvd.alltoall(rows, splits=list(range(1, size + 1)), name=name)
-        assert not came.requires_grad
-        rows.grad = None
-        (got * (rank + 1)).sum().backward()
-        factors = torch.cat([torch.full((other + 1,), other + 1.0) for other in range(size)])
-        assert torch.equal(rows.grad, factors[:, None].expand(-1, 2)), (name, rows.grad)
-    even = torch.ones(size, requires_grad=True)
-    (hvd.alltoall(even) * (rank + 1)).sum().backward()
-    assert torch.equal(even.grad, torch.arange(1.0, size + 1))
-    # Horovod's: a sum's gradient is gathered times the ranks, an average's as it is.
-    for op, factor in ((hvd.Sum, size), (hvd.Average, 1)):
-        for scatter in (hvd.reducescatter, lambda one, op: hvd.grouped_reducescatter([one], op=op)[0]):
-            whole = torch.ones(5, requires_grad=True)
-            share = scatter(whole, op=op)
-            (share * (rank + 1)).sum().backward()
-            owners = hvd.allgather(torch.full_like(share, rank + 1.0).detach())
-            assert torch.equal(whole.grad, owners * factor)
-
-
-def shared() -> None:
-    """Operations under the same name, or on the same memory, before the end of the first one."""
-    import time
-
-    hvd.init()
-    first = hvd.allreduce_async_(torch.ones(1 << 24), name="taken")
-    while True:
-        try:
-            second = hvd.allreduce_async_(torch.ones(300), name="taken")
-        except ValueError:
-            time.sleep(0.001)
-        else:
-            break
-    assert all(one.is_completed() for one in first.collectives)
-    hvd.synchronize([first, second])
-    for count in (100, 1 << 22):
-        for step in range(8):
-            mine = torch.ones(count)
-            # Rank 1 alone has two tensors in one memory, and issues them in another order.
-            other = mine if hvd.rank() == 1 else torch.ones(count)
-            pair = [("a", mine), ("b", other)] if hvd.rank() == 0 else [("b", other), ("a", mine)]
-            hvd.synchronize([hvd.allreduce_async_(one, name=f"{step}.{name}", op=hvd.Sum) for name, one in pair])
-            # Whichever is the first, the second has its result as rank 1's tensor.
-            assert set(torch.cat([mine, other]).unique().tolist()) == ({3.0} if other is mine else {2.0, 3.0}), (
-                count,
-                mine,
-            )
-            ones = torch.ones(count)
-            hvd.synchronize([hvd.allreduce_async_(ones, name=f"{step}.{name}", op=hvd.Sum) for name in "cd"])
-            assert ones.unique().tolist() == [4.0], (count, ones)
-            with torch.inference_mode():
-                ones = torch.ones(count)
-                later = [hvd.allreduce_async_(ones, name=f"{step}.{name}", op=hvd.Sum) for name in "ef"]
-            hvd.synchronize(later)
-            assert ones.unique().tolist() == [4.0], (count, ones)
-    for count in (4, 1 << 19):
-        mean = torch.full((count,), 1.0 + 2 * hvd.rank())
-        handle = hvd.allreduce_async_(mean, name=f"polled {count}")
-        while not hvd.poll(handle):
-            time.sleep(0.001)
-        assert mean.unique().tolist() == [2.0]
-
-
-def test_operations_that_share_a_name_or_memory_follow_one_another(tmp_path: Path) -> None:
-    Launcher(2, store=tmp_path).run(shared)
+    found = gradient(torch.ones(rows, 2), lambda x: hvd.alltoall(x, splits=list(range(1, size + 1)))[0])
+    factors = torch.cat([torch.full((other + 1,), other + 1.0) for other in range(size)])
+    check("alltoall", found, factors[:, None].expand(-1, 2))
 
 
 def modes() -> None:
     """A default device and inference mode of a caller do not reach the thread that executes operations."""
     torch.set_default_device("meta")
     for step in range(20):
-        rows = torch.ones(hvd.rank() + 1, 2, device="cpu")
-        gathered = hvd.allgather_async(rows, name=f"rows.{step}")
+        gathered = hvd.allgather_async(torch.ones(hvd.rank() + 1, 2, device="cpu"), name=f"rows.{step}")
         with torch.inference_mode():
             hvd.allreduce(torch.ones(300, device="cpu"), name="loss")
         found = hvd.synchronize(gathered)
         assert not found.is_inference()
         assert len(found) == sum(range(hvd.size() + 1))
-    assert hvd.broadcast_object("x" * 5000 if hvd.rank() == 0 else None) == "x" * 5000
-    names = [f"{index} {'x' * 100}" for index in range(30)]
-    for handle in [hvd.allreduce_async(torch.ones(1, device="cpu"), name=name) for name in names]:
-        assert hvd.synchronize(handle).item() == 1
     assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
-    with torch.device("cpu"):
-        assert list(hvd.elastic.ElasticSampler(range(8)))
     assert len(hvd.elastic.ElasticSampler(range(8 * hvd.size()))) == 8
 
 
@@ -220,10 +133,43 @@ def join() -> None:
     assert last == hvd.size() - 1
 
 
+def shared() -> None:
+    """Operations under the same name, or on the same memory, before the end of the first one."""
+    first = hvd.allreduce_async_(torch.ones(1 << 24), name="taken")
+    while True:
+        try:
+            second = hvd.allreduce_async_(torch.ones(300), name="taken")
+            break
+        except ValueError:
+            time.sleep(0.001)
+    assert first.has_ended
+    hvd.synchronize([first, second])
+    all_ranks = float(hvd.size())
+    for count in (100, 1 << 20):
+        for step in range(8):
+            mine = torch.ones(count)
+            # The last rank alone has two tensors in one memory, and issues them in another order.
+            other = mine if hvd.rank() == hvd.size() - 1 else torch.ones(count)
+            pair = [("a", mine), ("b", other)][:: -1 if other is mine else 1]
+            hvd.synchronize([hvd.allreduce_async_(one, name=f"{step}.{name}", op=hvd.Sum) for name, one in pair])
+            # Whichever is the first, the second has its result as the last rank's tensor.
+            twice = 2 * all_ranks - 1
+            found = sorted({*mine.unique().tolist(), *other.unique().tolist()})
+            assert found == ([twice] if other is mine else [all_ranks, twice]), (count, found)
+            ones = torch.ones(count)
+            hvd.synchronize([hvd.allreduce_async_(ones, name=f"{step}.{name}", op=hvd.Sum) for name in "cd"])
+            assert ones.unique().tolist() == [all_ranks**2], (count, ones)
+    mean = torch.full((300,), 1.0 + 2 * hvd.rank())
+    handle = hvd.allreduce_async_(mean, name="polled")
+    while not hvd.poll(handle):
+        time.sleep(0.001)
+    assert mean.unique().tolist() == [all_ranks]
+
+
 def run_all() -> None:
     hvd.init()
-    for check in (values, gradients, join, modes):
-        check()
+    for each in (values, gradients, join, shared, modes):
+        each()
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -1,8 +1,7 @@
 """Plans that hypothesis makes up: what is reduced, gathered and broadcast, and in which order each rank issues it."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,8 +17,7 @@ COMPLEX = ("complex64", "complex128")
 """Together with bool: the types that torch's gloo has."""
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """One collective: rank r's tensor is full of r + 1, of ``rows`` rows (of r more, in a gather) and 3 columns."""
 
     kind: str
@@ -29,8 +27,7 @@ class Operation:
     root: int = 0
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """Operations, and in which order each rank issues them and waits for them."""
 
     operations: list[Operation]
@@ -85,19 +82,16 @@ def check(plan: Plan) -> str | None:
         return torch.full((rows, 3), of + 1).to(getattr(torch, operation.dtype))
 
     def issue(index: int) -> Any:
-        operation = plan.operations[index]
-        mine, name = tensor(operation, rank), f"{index}"
-        if operation.kind == "allreduce":
-            return hvd.allreduce_async(mine, name=name, op=operation.op)
-        if operation.kind == "allreduce_":
-            return hvd.allreduce_async_(mine, name=name, op=operation.op)
-        if operation.kind == "grouped":
-            return hvd.grouped_allreduce_async([mine, mine[:1]], name=name, op=operation.op)
-        if operation.kind == "allgather":
-            return hvd.allgather_async(mine, name=name)
-        if operation.kind == "broadcast":
-            return hvd.broadcast_async(mine, operation.root, name=name)
-        return hvd.alltoall_async(mine, name=name)
+        operation, name = plan.operations[index], f"{index}"
+        mine, op = tensor(operation, rank), operation.op
+        return {
+            "allreduce": lambda: hvd.allreduce_async(mine, name=name, op=op),
+            "allreduce_": lambda: hvd.allreduce_async_(mine, name=name, op=op),
+            "grouped": lambda: hvd.grouped_allreduce_async([mine, mine[:1]], name=name, op=op),
+            "allgather": lambda: hvd.allgather_async(mine, name=name),
+            "broadcast": lambda: hvd.broadcast_async(mine, operation.root, name=name),
+            "alltoall": lambda: hvd.alltoall_async(mine, name=name),
+        }[operation.kind]()
 
     def expected(operation: Operation) -> Any:
         every = [tensor(operation, of) for of in range(SIZE)]

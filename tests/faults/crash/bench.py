@@ -23,7 +23,6 @@ from tests.faults.crash.program import RUN, STEPS
 
 from rankzero import RunHandle, RunNotFoundError, store
 from rankzero.bounds import UNFINISHED_AFTER
-from rankzero.run import delivery
 from rankzero.run.status import RunStatus
 
 FOLDER = Path(__file__).parent
@@ -260,7 +259,7 @@ class Bench:
             handle: RunHandle[Any] = RunHandle.attach(f"{root}/{RUN}")
             manifests = handle.checkpoints()
             status = handle.status()
-            delivered = delivery.read(handle.own.directory).acknowledged
+            delivered = handle.delivery().acknowledged
             return Promise(status, int(manifests[-1].metrics["step"]) if manifests else -1, delivered, begun)
         return Promise(begun=begun)
 

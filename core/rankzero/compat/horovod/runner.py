@@ -1,14 +1,12 @@
-"""`HorovodRunner` of sparkdl, and ``horovod.run``."""
+"""`HorovodRunner` of sparkdl, ``horovod.run`` and ``horovod.spark.run``, which are one function."""
 
 from __future__ import annotations
 
 import functools
 import pickle
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rankzero.compat import HOROVOD
 from rankzero.errors import EngineError, InvalidJobError
 from rankzero.launcher import Launcher
 from rankzero.run.output import is_own
@@ -59,8 +57,8 @@ class HorovodRunner:
         """
         np, engine = self.num_processor, self._launcher.engine if self.num_processor > 0 else None
         if np > 0 and engine is None:
-            engine = on_spark(f"HorovodRunner(np={np})", np, f"give np=-{np} for processes on this machine").engine
-        launcher = _with_names(self._launcher).options(num_processes=abs(np), engine=engine)
+            engine = _on_spark(f"HorovodRunner(np={np})", np, f"give np=-{np} for processes on this machine").engine
+        launcher = self._launcher.options(num_processes=abs(np), engine=engine)
         return launcher.followed(main, (), kwargs, self._show)[0]
 
     def _show(self, line: str, run_id: str) -> None:
@@ -71,9 +69,7 @@ class HorovodRunner:
 
 
 def log_to_driver(message: str) -> None:
-    """Shows a message of a rank in the process that called `HorovodRunner.run`. Raises TypeError for other values."""
-    if not isinstance(message, str):
-        raise TypeError(f"log_to_driver takes a text, not {type(message).__name__}")
+    """Shows a message of a rank in the process that called `HorovodRunner.run`."""
     for line in message.splitlines() or [""]:
         print(f"{MESSAGE}{line}", flush=True)
 
@@ -88,7 +84,7 @@ def run(
     launcher: Launcher | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Calls ``fn`` on every rank and returns the values of all, by rank, as ``horovod.run`` does.
+    """Calls ``fn`` on every rank and returns the values of all, by rank, as Horovod's functions do.
 
     The ranks run on the active SparkSession; without one, in ``num_proc`` processes of this machine.
 
@@ -99,8 +95,8 @@ def run(
         num_proc: Number of ranks; ``np`` is an alias. None: as many as the SparkSession has slots.
         start_timeout: Seconds until every rank must have started.
         launcher: All other options, and the engine.
-        options: Horovod's other options. ``env`` is a dict of environment variables, ``hosts="localhost:4"`` this
-            machine; ``verbose``, ``stdout``, ``nics`` and similar ones have no effect; all others are refused.
+        options: Horovod's other options. ``env`` is a dict of environment variables; ``verbose``, ``stdout``, ``nics``
+            and similar ones have no effect; all others are refused.
 
     Raises:
         EngineError: neither a SparkSession nor ``num_proc``.
@@ -117,13 +113,11 @@ def run(
     fn = options.pop("func", None) if fn is None else fn
     num_proc = options.pop("np", None) if num_proc is None else num_proc
     if launcher is None:
-        if here := re.fullmatch(r"(?:localhost|127\.0\.0\.1):(\d+)", str(options.get("hosts"))):
-            del options["hosts"]
-            num_proc = num_proc or int(here[1])
-        is_here = here or (num_proc is not None and active_session() is None)
+        is_here = num_proc is not None and active_session() is None
         otherwise = "give num_proc for processes on this machine"
-        launcher = Launcher() if is_here else on_spark("horovod.run", num_proc, otherwise)
-    env = options.pop("env", None)
+        launcher = Launcher() if is_here else _on_spark("horovod.run", num_proc, otherwise)
+    if env := options.pop("env", None):
+        launcher = launcher.options(env={**(launcher.env or {}), **env})
     for name, value in options.items():
         if name not in _IGNORED and value not in (None, False):
             raise InvalidJobError(
@@ -145,14 +139,13 @@ def run(
         pickles = rt.all_gather_object(cloudpickle.dumps(fn(*args, **kwargs)))
         return [pickle.loads(each) for each in pickles] if rt.get_context().rank == 0 else None
 
-    return list(_with_names(launcher, env).run(call, *args, **(kwargs or {})) or ())
+    return list(launcher.run(call, *args, **(kwargs or {})) or ())
 
 
-def on_spark(caller: str, num_proc: int | None, otherwise: str = "give launcher=Launcher(...)") -> Launcher:
+def _on_spark(caller: str, num_proc: int | None, otherwise: str) -> Launcher:
     """Returns a launcher of the active SparkSession: of ``num_proc`` ranks, or of as many as it has slots.
 
-    Raises EngineError, which names the ``caller`` and what to do ``otherwise``, if there is no session, and
-    InvalidJobError if ``num_proc`` is None and the session is one of Spark Connect.
+    Raises EngineError, which names the ``caller`` and what to do ``otherwise``, if there is no session.
     """
     from rankzero.compat.torch_distributor import active_session, engine_of_session
 
@@ -161,12 +154,5 @@ def on_spark(caller: str, num_proc: int | None, otherwise: str = "give launcher=
             f"{caller} needs an active SparkSession: create one with SparkSession.builder, or {otherwise}"
         )
     if num_proc is None:
-        if not (context := getattr(session, "sparkContext", None)):
-            raise InvalidJobError("num_proc is None, and Spark Connect does not tell how many slots there are: give it")
-        num_proc = int(context.defaultParallelism)
+        num_proc = int(session.sparkContext.defaultParallelism)
     return Launcher(num_processes=num_proc, engine=engine_of_session(session))
-
-
-def _with_names(launcher: Launcher, env: Mapping[str, str] | None = None) -> Launcher:
-    """Returns a launcher whose ranks can import ``horovod`` and ``sparkdl``, with more environment variables."""
-    return launcher.options(env={HOROVOD: "1", **(launcher.env or {}), **(env or {})})

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from rankzero import store
 from rankzero.compat.ray_train.config import unsupported
-from rankzero.errors import RankZeroError, ResultError
-from rankzero.job import MODES
-from rankzero.run.checkpoints import FOLDER, read_manifests, score
+from rankzero.errors import ResultError
+from rankzero.run.checkpoints import read_manifests, score
 from rankzero.run.handle import RunHandle
 from rankzero.values import formats
 
@@ -59,11 +58,6 @@ class Checkpoint:
         """
         if path is None:
             path = tempfile.mkdtemp(prefix="rankzero-checkpoint-")
-            try:
-                return self.to_directory(path)
-            except BaseException:
-                shutil.rmtree(path, ignore_errors=True)
-                raise
         self._copy(os.fspath(path))
         return os.fspath(path)
 
@@ -75,9 +69,6 @@ class Checkpoint:
         """Yields a local directory with the checkpoint, for the block. Raises like `to_directory`."""
         with contextlib.nullcontext(self._path) if self._path else _temporary() as directory:
             yield self._path or self.to_directory(directory)
-
-    def __repr__(self) -> str:
-        return f"Checkpoint(path={self._path})"
 
 
 class StoredCheckpoint(Checkpoint):
@@ -103,9 +94,6 @@ class StoredCheckpoint(Checkpoint):
             if part["format"] not in (formats.DIRECTORY, formats.DISTRIBUTED):
                 raise ResultError(f"checkpoint {self._name} is a state, not a directory: rankzero.train reported it")
             _unpack(store.join(found[0].folder, part["file"]), part["sha256"], target)
-
-    def __repr__(self) -> str:
-        return f"Checkpoint({store.join(self._place, FOLDER, self._name)})"
 
 
 def _unpack(file: str, digest: str, target: str) -> None:
@@ -154,37 +142,9 @@ class Result:
         reports = _reports(RunHandle[Any].attach(self.path, follows=False))
         return pandas.DataFrame([{"time": event["time"], **event["metrics"]} for event in reports])
 
-    @classmethod
-    def from_path(cls, path: str | os.PathLike[str]) -> Result:
-        """Returns the result of the run in a directory, a path or a URL; of one that lives, so far.
 
-        Raises RunNotFoundError if the directory has no run.
-        """
-        handle = RunHandle[Any].attach(os.fspath(path), follows=False)
-        value, error = None, None
-        if handle.status().certain:
-            try:
-                value = handle.result()
-            except RankZeroError as failure:
-                error = failure
-        return result_of(handle, value, error)
-
-    def get_best_checkpoint(self, metric: str, mode: str) -> Checkpoint | None:
-        """Returns the kept checkpoint with the largest (``"max"``) or smallest (``"min"``) value of a metric.
-
-        A value that is not a number is the worst. Without a checkpoint the call returns None. Raises RuntimeError if no
-        checkpoint was reported with this metric, and ValueError for another mode.
-        """
-        if mode not in MODES:
-            raise ValueError(f'mode is {mode!r}; choose "min" or "max"')
-        found = [pair for pair in self.best_checkpoints if metric in pair[1]]
-        if self.best_checkpoints and not found:
-            raise RuntimeError(f"no kept checkpoint was reported with a metric {metric!r}")
-        return max(found, key=lambda pair: score(pair[1], metric, mode))[0] if found else None
-
-
-def result_of(handle: RunHandle[Any], value: Any, error: Exception | None = None) -> Result:
-    """Returns the result of a run, with what it has reported so far."""
+def result_of(handle: RunHandle[Any], value: Any) -> Result:
+    """Returns the result of a run that has succeeded."""
     config = handle.job.checkpoints
     kept: list[tuple[Checkpoint, dict[str, Any]]] = [
         (StoredCheckpoint(each.place, each.id), each.metrics) for each in handle.checkpoints()
@@ -194,7 +154,7 @@ def result_of(handle: RunHandle[Any], value: Any, error: Exception | None = None
         kept.sort(key=lambda pair: score(pair[1], metric, config["mode"]))
     # The status has the last value of every metric, also of those that the last report left out.
     metrics = [each["metrics"] for each in _reports(handle)][-1:]
-    return Result(metrics[0] if metrics else None, newest, error, handle.directory, kept, value)
+    return Result(metrics[0] if metrics else None, newest, None, handle.directory, kept, value)
 
 
 def _reports(handle: RunHandle[Any]) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from rankzero import kinds
 from rankzero.errors import InvalidJobError
 from rankzero.job import CheckpointConfig as KeptCheckpoints
 
@@ -71,15 +70,6 @@ def refuse(call: str, options: Iterable[str]) -> None:
         raise unsupported(f"{call}({names})")
 
 
-def checked(what: str, value: Any, cls: type[Any]) -> Any:
-    """Returns a value, or a new object of its class if it is None. Raises InvalidJobError for a value of another."""
-    if value is None:
-        return cls()
-    if not isinstance(value, cls):
-        raise InvalidJobError(f"{what} is a {type(value).__name__}; give rankzero.compat.ray_train.{cls.__name__}")
-    return value
-
-
 class _Options(type):
     """The class of the configuration classes. Raises UnsupportedError for a field that is not here."""
 
@@ -95,8 +85,7 @@ class ScalingConfig(metaclass=_Options):
     Attributes:
         num_workers: World size; ``(min, max)`` is elastic.
         use_gpu: Whether each worker gets a GPU.
-        resources_per_worker: Checked only: the cluster's configuration decides about ``"CPU"`` and ``"memory"``, and
-            ``use_gpu`` about ``"GPU"``.
+        resources_per_worker: Checked only: ``use_gpu`` decides about ``"GPU"``, the cluster about everything else.
         placement_strategy: Accepted for compatibility; the cluster decides where tasks run.
     """
 
@@ -106,13 +95,8 @@ class ScalingConfig(metaclass=_Options):
     placement_strategy: str = "PACK"
 
     def __post_init__(self) -> None:
-        sizes = self.num_workers if isinstance(self.num_workers, tuple) else (self.num_workers,) * 2
-        if len(sizes) != 2 or {type(size) for size in sizes} != {int} or not 1 <= sizes[0] <= sizes[1]:
-            raise InvalidJobError(f"num_workers is {self.num_workers!r}; it must be a positive integer, or (min, max)")
-        resources = dict(self.resources_per_worker or {})
-        if (gpus := resources.get("GPU", self.use_gpu)) != self.use_gpu:
+        if (gpus := (self.resources_per_worker or {}).get("GPU", self.use_gpu)) != self.use_gpu:
             raise InvalidJobError(f"use_gpu is {self.use_gpu}, but resources_per_worker has GPU={gpus}: leave GPU out")
-        refuse("resources_per_worker", set(resources) - {"CPU", "GPU", "memory"})
 
 
 @dataclass(frozen=True)
@@ -121,16 +105,11 @@ class TorchConfig(metaclass=_Options):
 
     Attributes:
         backend: ``"nccl"`` or ``"gloo"``; None: nccl with GPUs, else gloo.
-        init_method: Accepted for compatibility; workers always use environment variables.
         timeout_s: Timeout of a collective in seconds.
     """
 
     backend: str | None = None
-    init_method: str = "env"
     timeout_s: float = 1800
-
-    def __post_init__(self) -> None:
-        kinds.SECONDS.check("timeout_s", self.timeout_s)
 
 
 @dataclass(frozen=True)
@@ -185,6 +164,4 @@ class RunConfig(metaclass=_Options):
     worker_runtime_env: Mapping[str, Any] | None = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        checked("failure_config", self.failure_config, FailureConfig)
-        checked("checkpoint_config", self.checkpoint_config, CheckpointConfig)
         refuse("worker_runtime_env", set(self.worker_runtime_env or {}) - {"env_vars"})

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import rankzero.train as rt
 from rankzero.compat.ray_train import config
 from rankzero.compat.ray_train.checkpoint import Result, result_of
-from rankzero.compat.ray_train.config import TorchConfig, checked, lookup, refuse
+from rankzero.compat.ray_train.config import TorchConfig, lookup, refuse
 from rankzero.errors import InvalidJobError
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ class TorchTrainer:
         self.train_loop_per_worker = train_loop_per_worker
         # Under this name core opens the references in it.
         self.launch_config = dict(train_loop_config or {})
-        self.torch_config = checked("torch_config", torch_config or torch_backend, TorchConfig)
-        self.scaling_config = checked("scaling_config", scaling_config, config.ScalingConfig)
-        self.run_config = checked("run_config", run_config, config.RunConfig)
+        self.torch_config = torch_config or torch_backend or TorchConfig()
+        self.scaling_config = scaling_config or config.ScalingConfig()
+        self.run_config = run_config or config.RunConfig()
         self.datasets = dict(datasets or {})
         self._launcher = launcher
 
@@ -143,9 +143,6 @@ class TorchTrainer:
         rt.ensure_process_group(timedelta(seconds=self.torch_config.timeout_s))
         return self.train_loop_per_worker(*([self.launch_config] if self._wants_config else []))
 
-    def __repr__(self) -> str:
-        return f"TorchTrainer({getattr(self.train_loop_per_worker, '__name__', 'train')})"
-
 
 def prepare_model(
     model: nn.Module,
@@ -174,17 +171,12 @@ def prepare_data_loader(
         data_loader: The loader. An ``IterableDataset`` is left alone: it yields the rows of its worker by itself.
         add_dist_sampler: False keeps the loader's own sampler, which each worker draws with its own random numbers.
         move_to_device: Whether batches are moved to the worker's device.
-        auto_transfer: Accepted for compatibility; the next batch for a GPU is always copied in advance.
+        auto_transfer: Accepted for compatibility; a batch in pinned memory is always copied while training continues.
     """
     from torch.utils.data import IterableDataset
 
-    from rankzero.train.data_loader import prepared
-    from rankzero.train.share import Share
-
-    context = rt.get_context()
     is_shared = add_dist_sampler and not isinstance(getattr(data_loader, "dataset", None), IterableDataset)
-    share = Share(*((context.rank, context.world_size) if is_shared else (0, 1)), pad=True, drop=False)
-    return prepared(data_loader, share, move=move_to_device, seed=0 if add_dist_sampler else None)
+    return rt.prepare_data_loader(data_loader, shard=is_shared, move=move_to_device, seed=0)
 
 
 def get_device() -> torch.device:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -45,20 +44,15 @@ def report(
         TypeError: ``checkpoint`` is not a `Checkpoint`.
         UnsupportedError: another option was given.
         ResultError: the checkpoint cannot be written.
-        ValueError: rank 0 gave no checkpoint, or fewer files than another worker; with ``sharded``: not every worker
-            gave one.
+        ValueError: rank 0 gave no checkpoint; with ``sharded``: not every worker gave one.
     """
     config.refuse("report", options)
     if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
         raise TypeError(f"checkpoint is a {type(checkpoint).__name__}; give Checkpoint.from_directory(path)")
     with contextlib.nullcontext() if checkpoint is None else checkpoint.as_directory() as directory:
-        names = None if directory is None else set(os.listdir(directory))
         rt.report(_scalars(metrics), checkpoint=directory, sharded=sharded)
     # No worker returns before the checkpoints of all are copied.
-    found = rt.all_gather_object(names)
-    if not sharded and found[0] is not None and any(each and not each <= found[0] for each in found):
-        raise ValueError("workers gave files that rank 0's checkpoint lacks: report them with sharded=True")
-    gave = [each is not None for each in found]
+    gave = rt.all_gather_object(checkpoint is not None)
     if any(gave) and not (all(gave) if sharded else gave[0]):
         raise ValueError(
             f"rank {gave.index(True)} reported a checkpoint, and rank {gave.index(False)} none: report one on rank 0, "
@@ -177,11 +171,6 @@ class TrainContext:
     report = staticmethod(report)
     get_checkpoint = staticmethod(get_checkpoint)
     get_dataset_shard = staticmethod(get_dataset_shard)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            config.unsupported(name).message if name in config.ABSENT else f"the context has no {name}"
-        )
 
 
 session = TrainContext()

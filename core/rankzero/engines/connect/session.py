@@ -126,10 +126,6 @@ class ConnectSession(EngineSession):
         """Returns the slots that the settings prove, else those that the job needs, for which Spark itself waits."""
         return self._job.num_tasks if self.most_slots is None else self.most_slots
 
-    def num_agents(self, num_tasks: int) -> int:
-        """Returns one agent for each task."""
-        return num_tasks
-
     @property
     def driver_host(self) -> str:
         """The address of this host towards the server."""

@@ -76,10 +76,6 @@ class StageSession(EngineSession):
         """The number of tasks in the stage, which is fixed."""
         return self._engine.num_tasks
 
-    def num_agents(self, num_tasks: int) -> int:
-        """Returns one agent for each task."""
-        return num_tasks
-
     @property
     def driver_host(self) -> str:
         """The address by which Spark knows this executor."""

@@ -78,8 +78,20 @@ class SparkEngine(Engine):
     conf: Mapping[str, str] = field(default_factory=dict, repr=False)
     session: SparkSession | None = field(default=None, repr=False)
 
+    @staticmethod
+    def embedded(conf: Mapping[str, str]) -> Engine:
+        """Returns the engine of a pipeline step that names no cluster: a Spark on this machine, or its processes.
+
+        With a configuration Spark is needed, so a run without pyspark is refused.
+        """
+        if conf or importlib.util.find_spec("pyspark"):
+            return SparkEngine(conf=conf)
+        logger.info("pyspark is not installed here, so the ranks are processes of this machine")
+        return LocalEngine()
+
     def __post_init__(self) -> None:
-        cpus = STRINGS.check("conf", self.conf).get(TASK_CPUS, "1")
+        object.__setattr__(self, "conf", STRINGS.check("conf", self.conf))
+        cpus = self.conf.get(TASK_CPUS, "1")
         if not cpus.isdecimal() or int(cpus) < 1:
             raise InvalidJobError(f"{TASK_CPUS} is {cpus!r}; it must be a positive whole number")
         if self.session is not None and (self.master is not None or self.conf):
@@ -231,10 +243,6 @@ class SparkEngineSession(EngineSession):
         most = most_slots(self._master, self._settings)
         return most if self._gpus is None else min(most or 0, len(self._gpus) // self._job.processes_per_task)
 
-    def num_agents(self, num_tasks: int) -> int:
-        """Returns one agent for each task."""
-        return num_tasks
-
     def reserve(self, num_tasks: int) -> bool:
         """Locks local GPUs for ranks that run on this machine; Spark reserves those of a cluster."""
         count = num_tasks * self._job.processes_per_task
@@ -368,15 +376,3 @@ class SparkEngineSession(EngineSession):
             self._context.stop()
         if not alive:
             jvm.forget()
-
-
-def embedded_engine(conf: Mapping[str, str]) -> Engine:
-    """Returns the engine of a pipeline step that names no cluster: a Spark on this machine, or its processes.
-
-    Args:
-        conf: Spark configuration of the step. With one, Spark is needed, so that a run without pyspark is refused.
-    """
-    if conf or importlib.util.find_spec("pyspark"):
-        return SparkEngine(conf=conf)
-    logger.info("pyspark is not installed here, so the ranks are processes of this machine")
-    return LocalEngine()

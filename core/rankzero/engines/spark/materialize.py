@@ -13,7 +13,9 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +38,9 @@ DATAFRAME_PROGRESS_INTERVAL = bounds.scaled(10.0)  # Between two lines about a D
 logger = logging.getLogger(__name__)
 
 _HASH = "__rankzero_hash__"
+
+_VARIANT = re.compile(r'^"variant"$|[tT]ype": ?"variant"')
+"""A type of Spark 4, in the JSON of a type."""
 
 
 def open_query(session: Any, query: str) -> Any:
@@ -117,7 +122,7 @@ def check_frame(frame: Any, where: str) -> None:
     for field in frame.schema.fields:
         kind = field.dataType
         try:
-            if "variant" in _type_names(kind):
+            if _VARIANT.search(kind.json()):
                 raise TypeError("variant")
             # For a user-defined type, the type in which Spark stores it.
             fields.append(pa.field(field.name, to_arrow(stored(kind))))
@@ -131,15 +136,6 @@ def check_frame(frame: Any, where: str) -> None:
         if names.count(column) > 1:
             raise InvalidJobError(f"{where} has two columns {column!r}: give them different names")
     kinds.check(pa.schema(fields), where)
-
-
-def _type_names(kind: Any) -> Iterator[str]:
-    """Yields the names of a Spark type and of the types inside of it."""
-    yield kind.typeName()
-    for field in getattr(kind, "fields", ()):
-        yield from _type_names(field.dataType)
-    if hasattr(kind, "elementType"):
-        yield from _type_names(kind.elementType)
 
 
 def _to_arrow() -> Callable[[Any], Any]:
@@ -178,14 +174,14 @@ def _manifest(rows: list[Any], folder: str, frame: Any, where: str) -> Manifest:
 
     if not rows:
         raise InvalidJobError(f"{where} has no rows")
-    rows = sorted(rows, key=lambda row: row["file"])
+    rows = sorted((json.loads(row["facts"]) for row in rows), key=lambda row: row["file"])
     sizes = store.sizes(folder)
     missing = [row["file"] for row in rows if row["file"] not in sizes]
     if missing:
         raise _not_shared(folder, where, f"{len(missing)} of {len(rows)} files have not arrived")
     with open_file(store.join(folder, rows[0]["file"])) as file:
         schema = pq.read_schema(file)
-    kinds.check_nulls(schema, (row["nulls"] for row in rows), where)
+    kinds.check_nulls((row["nulls"] for row in rows), where)
     lengths = _lengths(rows, schema, where)
     files = tuple(File(store.join(folder, row["file"]), tuple(row["rows"])) for row in rows)
     total = sum(sum(file.rows) for file in files)
@@ -196,7 +192,7 @@ def _manifest(rows: list[Any], folder: str, frame: Any, where: str) -> Manifest:
         schema=encode_schema(schema),
         files=files,
         size=sum(row["size"] for row in rows),
-        digest=digest_of(sum(int(row["digest"]) for row in rows), total, frame),
+        digest=digest_of(sum(row["digest"] for row in rows), total, frame),
         lengths=lengths,
         folder=folder,
     )

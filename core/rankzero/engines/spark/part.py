@@ -7,6 +7,7 @@ library, pyspark and pyarrow.
 from __future__ import annotations
 
 import itertools
+import json
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,11 +25,8 @@ GROUP_BYTES = 4 << 20
 
 _DENSE = 1
 
-FACTS = (
-    "file string, rows array<long>, size long, digest decimal(38,0), "
-    "lengths map<string,array<long>>, nulls map<string,long>"
-)
-"""Spark's schema of the row that a task returns about its file."""
+FACTS = "facts string"
+"""Spark's schema of the row that a task returns about its file: the facts as JSON."""
 
 
 @dataclass
@@ -41,7 +39,7 @@ class Part:
         size: Bytes of all rows.
         digest: Sum of the checksums of all rows.
         lengths: For each column of arrays or vectors, the smallest and the largest length.
-        nulls: Number of nulls by the path of each column that has some.
+        nulls: Number of nulls that a tensor cannot hold, by the path of their column.
         schema: Schema of the rows.
         names: The columns' original names; in Spark, names must not differ in case only.
     """
@@ -66,8 +64,7 @@ class Part:
         self.digest += (high << 32) + pc.sum(pc.bit_wise_and(hashed, 0xFFFFFFFF)).as_py()
         for name, column in zip(self.names, columns, strict=True):
             for path, count in count_nulls(name, column):
-                if count:
-                    self.nulls[path] = self.nulls.get(path, 0) + count
+                self.nulls[path] = self.nulls.get(path, 0) + count
             counts = _lengths(column)
             if counts is not None and len(counts) > counts.null_count:
                 found = pc.min_max(counts)
@@ -81,17 +78,8 @@ class Part:
         """Returns the facts as a record batch of one row."""
         import pyarrow as pa
 
-        facts = {**vars(self), "lengths": list(self.lengths.items()), "nulls": list(self.nulls.items())}
-        counts = pa.list_(pa.int64())
-        types = {
-            "file": pa.string(),
-            "rows": counts,
-            "size": pa.int64(),
-            "digest": pa.decimal128(38, 0),
-            "lengths": pa.map_(pa.string(), counts),
-            "nulls": pa.map_(pa.string(), pa.int64()),
-        }
-        return pa.RecordBatch.from_pylist([facts], pa.schema(list(types.items())))
+        facts = {name: value for name, value in vars(self).items() if name not in ("names", "schema")}
+        return pa.RecordBatch.from_pydict({"facts": [json.dumps(facts)]})
 
 
 def _lengths(column: Any) -> Any:

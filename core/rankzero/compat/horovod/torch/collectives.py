@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from rankzero.compat.horovod.torch.compression import Compression
-from rankzero.compat.horovod.torch.requests import AVERAGE, MAX, MIN, PRODUCT, SUM, Meta, Request
+from rankzero.compat.horovod.torch.operations import AVERAGE, MAX, MIN, PRODUCT, SUM, Meta, Request
 from rankzero.compat.horovod.torch.world import ProcessSet
 from rankzero.compat.horovod.torch.world import global_process_set as WORLD
 
@@ -16,6 +15,36 @@ _OPS = Average, Sum, Min, Max, Product = AVERAGE, SUM, MIN, MAX, PRODUCT
 Adasum = "Adasum"
 Tensors = Sequence[torch.Tensor]
 Splits = torch.Tensor | Sequence[int] | None
+
+
+class Compressor:
+    """The interface of a compression, and the compression that sends tensors unchanged."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Returns the tensor to send, and the context that `decompress` needs: the original type, or None."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
+        """Returns the received tensor in its original type."""
+        return tensor if context is None else tensor.to(context)
+
+
+class FP16Compressor(Compressor):
+    """Sends floating-point tensors as float16."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Returns the tensor to send, and its type."""
+        return (tensor.to(torch.float16) if tensor.dtype.is_floating_point else tensor), tensor.dtype
+
+
+class Compression:
+    """The compressions that the operations accept: ``none`` and ``fp16``."""
+
+    none, fp16 = Compressor, FP16Compressor
+
 
 _REDUCIBLE = {
     torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
@@ -44,14 +73,6 @@ def checked_op(op: str | None, average: bool | None = None, known: Sequence[str]
     return SUM if average is False else op or AVERAGE
 
 
-def _checked(tensor: Any) -> torch.Tensor:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"a collective takes a torch.Tensor, not a {type(tensor).__name__}")
-    if tensor.layout != torch.strided:
-        raise TypeError("a collective takes a dense tensor: to_dense() it, or use hvd.sparse_allreduce_async")
-    return tensor
-
-
 def issue(
     kind: str,
     tensors: Tensors,
@@ -63,14 +84,14 @@ def issue(
 ) -> Request:
     """Issues an operation; ranks match it by its kind and its name, or the number of the call without a name."""
     metas = []
-    for tensor in map(_checked, tensors):
+    for tensor in tensors:
         if kind in ("allgather", "alltoall", "reducescatter") and not tensor.dim():
             raise ValueError(f"{kind} takes tensors with a first dimension, not a scalar")
         # Numbers of rows may differ between ranks.
         shape = tuple(tensor.shape)[1 if kind in ("allgather", "alltoall") else 0 :]
-        metas.append(Meta(kind, tensor.dtype, shape, *options, tensor.device.type))
+        metas.append(Meta(kind, str(tensor.dtype), shape, *options, tensor.device.type))
     if not metas:
-        (nothing := Request(kind, [], [], finish)).begin()
+        (nothing := Request(kind, [], [], finish)).end()
         return nothing
     sent = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
     return group.coordinator.issue(kind, name, metas, sent, finish, splits)
@@ -107,12 +128,12 @@ def _single(request: Request) -> Request:
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a copy that may be written to outside of inference mode."""
     with torch.inference_mode(False), torch.no_grad():
-        return _checked(tensor).detach().resolve_conj().resolve_neg().clone()
+        return tensor.detach().resolve_conj().resolve_neg().clone()
 
 
 def _writable(tensors: Tensors) -> list[torch.Tensor]:
     """Returns tensors into which results are written. Raises ValueError if their memory is not their values."""
-    for tensor in map(_checked, tensors):
+    for tensor in tensors:
         is_shared = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
         if is_shared or tensor.is_conj() or tensor.is_neg():
             raise ValueError("elements of the tensor share their memory (expand), or are computed (conj): clone() it")
@@ -138,14 +159,10 @@ def _differentiable(begin: Callable[..., Request], backward: Callable[..., Any],
     return list(_Operation.apply(begin, backward, *tensors))  # type: ignore[no-untyped-call]
 
 
-def _gradient_of(name: str | None) -> str | None:
-    return name and f"{name}.gradient"
-
-
 def _reduce(
     kind: str, tensors: Tensors, name: str | None, op: str, before: float, after: float, group: ProcessSet
 ) -> Request:
-    for tensor in map(_checked, tensors):
+    for tensor in tensors:
         # Types that torch reduces wrongly, not at all, or only in small tensors.
         if tensor.dtype not in _REDUCIBLE:
             raise TypeError(f"torch does not reduce tensors of {tensor.dtype}: convert it before")
@@ -169,9 +186,11 @@ def _reduced(kind: str, tensors: Tensors, name: str | None, compression: Any, *o
 
     def backward(_: Any, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         if kind == "allreduce":
-            return _reduced(kind, gradients, _gradient_of(name), Compression.none, *options)
+            return _reduced(kind, gradients, name and f"{name}.gradient", Compression.none, *options)
         factor = before * after * (group.size() if op == SUM else 1)
-        gathered: list[torch.Tensor] = grouped_allgather([one * factor for one in gradients], _gradient_of(name), group)
+        gathered: list[torch.Tensor] = grouped_allgather(
+            [one * factor for one in gradients], name and f"{name}.gradient", group
+        )
         return gathered
 
     sent = [tensor for tensor, _ in pairs]
@@ -290,7 +309,7 @@ def grouped_allgather(tensors: Tensors, name: str | None = None, process_set: Pr
 
     def backward(rows: list[list[int]], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """Returns this rank's rows of the average, as in Horovod."""
-        averages = grouped_allreduce(gradients, name=_gradient_of(name), process_set=process_set)
+        averages = grouped_allreduce(gradients, name=name and f"{name}.gradient", process_set=process_set)
         parts = (torch.split(average, counts) for average, counts in zip(averages, rows, strict=True))
         return [part[process_set.rank()] for part in parts]
 
@@ -330,20 +349,24 @@ def alltoall(
     """Returns the rows that every rank sends to this one; with ``splits`` also how many. Differentiable."""
 
     def backward(rows: list[list[int]], gradients: list[torch.Tensor]) -> Any:
-        return [alltoall(gradients[0], rows[0], _gradient_of(name), process_set)[0]]
+        return [alltoall(gradients[0], rows[0], name and f"{name}.gradient", process_set)[0]]
 
-    found = _differentiable(lambda of: _begin_alltoall(of[0], splits, name, process_set), backward, [_checked(tensor)])
+    found = _differentiable(lambda of: _begin_alltoall(of[0], splits, name, process_set), backward, [tensor])
     return found[0] if splits is None else tuple(found)
+
+
+def _broadcast(tensor: torch.Tensor, root_rank: int, name: str | None, group: ProcessSet) -> Request:
+    if group.coordinator and root_rank not in group.ranks:
+        raise ValueError(f"root_rank is {root_rank}; the ranks are {group.ranks}")
+    options = "", group.ranks.index(root_rank), 1.0, 1.0
+    return issue("broadcast", _writable([tensor]), name, group, lambda _: [tensor], options)
 
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = WORLD
 ) -> Request:
     """Starts a broadcast into the tensor; `synchronize` returns it."""
-    if process_set.coordinator and root_rank not in process_set.ranks:
-        raise ValueError(f"root_rank is {root_rank}; the ranks are {process_set.ranks}")
-    options = "", process_set.ranks.index(root_rank), 1.0, 1.0
-    return issue("broadcast", _writable([tensor]), name, process_set, lambda _: tensor, options)
+    return _single(_broadcast(tensor, root_rank, name, process_set))
 
 
 def broadcast_async(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Request:
@@ -355,18 +378,13 @@ broadcast_ = _waited(broadcast_async_, "Copies the tensor of ``root_rank`` into 
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = WORLD) -> Any:
-    """Returns the tensor of ``root_rank`` on every rank; differentiable."""
-
-    def begin(tensors: Tensors) -> Request:
-        (request := broadcast_async(tensors[0], root_rank, name, process_set)).finish = None
-        return request
+    """Returns the tensor of ``root_rank`` on every rank. Its gradient is the average on the root, elsewhere zero."""
 
     def backward(_: Any, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the average on the root, as in Horovod, and zero on other ranks."""
-        average = allreduce(gradients[0], name=_gradient_of(name), process_set=process_set)
+        average = allreduce(gradients[0], name=name and f"{name}.gradient", process_set=process_set)
         return [average if WORLD.rank() == root_rank else torch.zeros_like(average)]
 
-    return _differentiable(begin, backward, [tensor])[0]
+    return _differentiable(lambda of: _broadcast(_copied(of[0]), root_rank, name, process_set), backward, [tensor])[0]
 
 
 def barrier(process_set: ProcessSet = WORLD) -> None:

@@ -8,35 +8,24 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
-import sys
+import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
 import rankzero.train as rt
 from rankzero.compat.horovod.torch import world
-from rankzero.compat.horovod.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from rankzero.compat.horovod.torch.collectives import barrier
+from rankzero.compat.horovod.torch.functions import broadcast_state
 from rankzero.compat.horovod.torch.world import init, shutdown
 from rankzero.train.context import await_checkpoint
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "init", "run", "shutdown"]
 
-_NAME = "rankzero.compat.horovod.torch.elastic"
-
-__path__: list[str] = []
-"""Makes this module a package for the import system: Horovod's submodules ``state`` and ``sampler`` are this one."""
-
-if __name__ != _NAME:
-    # ``rankzero.compat.horovod.common.elastic``, which the import system finds by this file, too.
-    sys.modules[__name__] = importlib.import_module(_NAME)
-
-R = TypeVar("R")
-
-_numbered: tuple[Any, int] = (None, 0)
-"""The current attempt, and the number of its last state."""
+_numbers = itertools.count(1)
+"""Numbers of the states of this process, which are made in the same order in each attempt."""
 
 
 class ElasticSampler(Sampler[int]):
@@ -88,22 +77,18 @@ class ElasticSampler(Sampler[int]):
         return self.num_samples
 
 
-class State:
-    """A state from which a training resumes. Subclasses define how it is saved, restored and sent to all ranks.
+class ObjectState:
+    """A state of the named attributes, from which a training resumes.
 
-    A subclass keeps what it saves in attributes. A commit stores all attributes without a ``state_dict``; the next
-    attempt sets them and calls `restore`. ``bcast_object`` and ``get_rank`` are hvd's functions by default.
+    A value with a ``state_dict``, such as a scheduler, is saved by it. The first two arguments are unused.
     """
 
-    _number = 0
-    _parts: Mapping[str, Any] = {}
-    """The attributes that `save` keeps, by name: their values or the values of their ``state_dict``."""
-
-    def __init__(
-        self, bcast_object: Callable[..., Any] | None = None, get_rank: Callable[[], int] | None = None
-    ) -> None:
-        self._bcast_object, self._rank = bcast_object or broadcast_object, get_rank or world.rank
+    def __init__(self, bcast_object: Any = None, get_rank: Any = None, **kwargs: Any) -> None:
+        self._number, self._is_used = next(_numbers), False
         self._reset_callbacks: list[Callable[[], Any]] = []
+        self._parts: Mapping[str, Any] = dict.fromkeys(kwargs)
+        vars(self).update(kwargs)
+        self.save()
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], Any]]) -> None:
         """Registers functions to call when the world may have changed, before the training resumes."""
@@ -118,106 +103,63 @@ class State:
     def reset(self) -> None:
         """Adapts a subclass to a world that may have changed; does nothing by default."""
 
+    def check_host_updates(self) -> None:
+        """Does nothing, since the world changes only between attempts."""
+
+    def save(self) -> None:
+        """Saves copies of the attributes, or of their ``state_dict``, in memory."""
+        self._parts = copy.deepcopy(self._states())
+
+    def restore(self) -> None:
+        """Restores the attributes from the last `save`."""
+        self._load(copy.deepcopy(self._parts))
+
+    def sync(self) -> None:
+        """Sends rank 0's attributes to every rank, and saves them."""
+        self._load(broadcast_state(self._states(), 0, "elastic.values"))
+        self.save()
+
     def commit(self) -> None:
         """Saves the state, and makes it the checkpoint that the next attempt starts from.
 
         Returns on every rank once the checkpoint is durable, whatever happens to any rank after that. If the store
         refuses the checkpoint, a message is logged and the previous commit stays.
         """
-        self._is_new()
         self.save()
-        internal = {"_reset_callbacks", "_bcast_object", "_rank", *self._parts}
-        own = {"_number": self._number, "_parts": self._parts} if type(self).save is ObjectState.save else vars(self)
-        kept = {name: value for name, value in own.items() if name not in internal and not _has_state(value)}
+        self._is_used = True
+        kept = {"number": self._number, "parts": self._parts}
         rt.report({}, checkpoint={"elastic": kept} if world.rank() == 0 else None)
         await_checkpoint()
-        broadcast_object(None, name="elastic.committed")
+        barrier()
 
     def resume(self) -> None:
         """Restores the last commit of this state in an earlier attempt, unless this attempt has used the state."""
-        if not self._is_new() or (checkpoint := rt.get_checkpoint()) is None:
+        is_used, self._is_used = self._is_used, True
+        if is_used or (checkpoint := rt.get_checkpoint()) is None:
             return
         saved = checkpoint.load()
         kept = saved.get("elastic", {}) if isinstance(saved, Mapping) else {}
-        if kept.get("_number") != self._number or kept.get("_parts", {}).keys() != self._parts.keys():
+        if kept.get("number") != self._number or kept["parts"].keys() != self._parts.keys():
             print("rankzero: an elastic state starts afresh: the last checkpoint is not its commit", flush=True)
             return
-        vars(self).update(kept)
+        self._parts = kept["parts"]
         self.restore()
         self.on_reset()
 
-    def _is_new(self) -> bool:
-        """Returns True for the first use. States are numbered in its order, which is the same in each attempt."""
-        global _numbered
-        if self._number:
-            return False
-        context, (before, count) = rt.get_context(), _numbered
-        self._number = count + 1 if before == context else 1
-        _numbered = context, self._number
-        return True
-
-    def check_host_updates(self) -> None:
-        """Does nothing, since the world changes only between attempts."""
-
-    def save(self) -> None:
-        """Saves the state in memory."""
-        raise NotImplementedError
-
-    def restore(self) -> None:
-        """Restores the state from the last `save`."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Sends rank 0's state to every rank."""
-        raise NotImplementedError
-
-
-class ObjectState(State):
-    """A state of the named attributes; a value with a ``state_dict``, such as a scheduler, is saved by it."""
-
-    def __init__(
-        self, bcast_object: Callable[..., Any] | None = None, get_rank: Callable[[], int] | None = None, **kwargs: Any
-    ) -> None:
-        super().__init__(bcast_object, get_rank)
-        vars(self).update(kwargs, _parts=dict.fromkeys(kwargs))
-        # The method of this class, since a subclass has no attributes yet.
-        ObjectState.save(self)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        is_other = name in self._parts and (_has_state(value) or _has_state(getattr(self, name)))
-        super().__setattr__(name, value)
-        if is_other:
-            # `restore` sets it as it is now.
-            self._parts = {**self._parts, name: copy.deepcopy(_state_of(value))}
-
-    def save(self) -> None:
-        """Saves copies of the attributes, or of their ``state_dict``, in memory."""
-        self._parts = {name: copy.deepcopy(_state_of(getattr(self, name))) for name in self._parts}
-
-    def restore(self) -> None:
-        """Restores the attributes from the last `save`."""
-        for name, saved in self._parts.items():
-            if _has_state(value := getattr(self, name)):
-                value.load_state_dict(copy.deepcopy(saved))
-            else:
-                setattr(self, name, copy.deepcopy(saved))
-
-    def sync(self) -> None:
-        """Sends rank 0's attributes to every rank, and saves them."""
+    def _states(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in self._parts}
-        for value in values.values():
-            if isinstance(value, torch.nn.Module):
-                broadcast_parameters(value.state_dict())
-            elif isinstance(value, torch.optim.Optimizer):
-                broadcast_optimizer_state(value)
-        large = torch.nn.Module, torch.optim.Optimizer
-        rest = {name: _state_of(value) for name, value in values.items() if not isinstance(value, large)}
-        for name, value in broadcast_object(rest, name="elastic.values").items():
-            if _has_state(values[name]):
-                values[name].load_state_dict(value)
+        return {name: value.state_dict() if _has_state(value) else value for name, value in values.items()}
+
+    def _load(self, states: Mapping[str, Any]) -> None:
+        for name, state in states.items():
+            if _has_state(value := getattr(self, name)):
+                value.load_state_dict(state)
             else:
-                setattr(self, name, value)
-        self.save()
+                setattr(self, name, state)
+
+
+State = ObjectState
+"""Horovod's name of the class of all states."""
 
 
 class TorchState(ObjectState):
@@ -231,11 +173,7 @@ def _has_state(value: object) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
-def _state_of(value: Any) -> Any:
-    return value.state_dict() if _has_state(value) else value
-
-
-def run(function: Callable[..., R]) -> Callable[..., R]:
+def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates ``train(state, ...)`` to start from the last commit of an earlier attempt.
 
     A failure ends the attempt. With ``max_restarts`` the next attempt starts from the last ``state.commit()``, with
@@ -243,7 +181,7 @@ def run(function: Callable[..., R]) -> Callable[..., R]:
     """
 
     @functools.wraps(function)
-    def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
         state.resume()
         state.sync()
         return function(state, *args, **kwargs)

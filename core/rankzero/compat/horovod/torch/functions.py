@@ -11,7 +11,7 @@ import cloudpickle
 import torch
 
 from rankzero.compat.horovod.torch.collectives import allgather_async, broadcast_, broadcast_async_, synchronize
-from rankzero.compat.horovod.torch.connections import to_bytes
+from rankzero.compat.horovod.torch.operations import to_bytes
 from rankzero.compat.horovod.torch.world import ProcessSet
 from rankzero.compat.horovod.torch.world import global_process_set as WORLD
 
@@ -65,9 +65,15 @@ def broadcast_optimizer_state(
 
     ``model`` is unused, and accepted for compatibility.
     """
+    state = broadcast_state(optimizer.state_dict(), root_rank, "optimizer.state", process_set)
+    if WORLD.rank() != root_rank:
+        optimizer.load_state_dict(state)
+
+
+def broadcast_state(state: Any, root_rank: int, name: str, process_set: ProcessSet = WORLD) -> Any:
+    """Returns the state of one rank on every rank. Its tensors arrive on the CPU; ``load_state_dict`` moves them."""
     is_root, file = WORLD.rank() == root_rank, io.BytesIO()
     if is_root:
-        torch.save(optimizer.state_dict(), file, pickle_module=cloudpickle)
-    data = broadcast_object(file.getvalue(), root_rank, "optimizer.state", process_set)
-    if not is_root:
-        optimizer.load_state_dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=False))
+        torch.save(state, file, pickle_module=cloudpickle)
+    data = broadcast_object(file.getvalue(), root_rank, name, process_set)
+    return state if is_root else torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)

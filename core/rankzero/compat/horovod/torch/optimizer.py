@@ -7,15 +7,22 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, MutableMapping
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from rankzero.compat.horovod.torch.collectives import allreduce_async_, checked_op, sparse_allreduce_async
-from rankzero.compat.horovod.torch.compression import Compression
-from rankzero.compat.horovod.torch.requests import AVERAGE, HorovodInternalError, Request
+from rankzero.compat.horovod.torch.collectives import (
+    Compression,
+    allreduce_async_,
+    checked_op,
+    sparse_allreduce_async,
+)
+from rankzero.compat.horovod.torch.operations import AVERAGE, HorovodInternalError, Request
 from rankzero.compat.horovod.torch.world import ProcessSet, global_process_set
+
+BUNCH = 16 << 20
+"""Bytes of gradients from which a backward pass issues them: fewer messages, and large collectives begin early."""
 
 _hooks: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()
 """The hook of each parameter, which belongs to the optimizer that was created last for it."""
@@ -33,7 +40,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Returns the same optimizer, whose class is now a subclass that reduces gradients over ranks before each step.
+    """Returns the same optimizer, which now reduces gradients over ranks before each step.
 
     Args:
         optimizer: Any optimizer; schedulers may have been created for it before.
@@ -51,26 +58,30 @@ def DistributedOptimizer(
         ValueError: parameters without a name or with the same one, options that exclude each other, or an
             optimizer that is distributed already.
     """
-    if isinstance(optimizer, _Distributed):
+    if hasattr(optimizer, "_rankzero"):
         raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
     op = checked_op(op)
     if gradient_predivide_factor != 1.0 and op != AVERAGE:
         raise ValueError("gradient_predivide_factor is for op=hvd.Average")
     scales = (1 / gradient_predivide_factor, gradient_predivide_factor) if op == AVERAGE else (1.0, 1.0)
-    reducer = _Reducer(_named(optimizer, named_parameters), (op, *scales, process_set))
+    reducer = _Reducer(optimizer, _named(optimizer, named_parameters), (op, *scales, process_set))
     reducer.compression, reducer.sparse_as_dense = compression, sparse_as_dense
     reducer.set_passes(backward_passes_per_step)
-    # The object stays the same, since schedulers and scalers refer to it.
-    base = type(optimizer)
-    optimizer.__class__ = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
-    distributed = cast(_Distributed, optimizer)
-    distributed._rz = reducer
+    reducer.add_parameters()
+    # The object and its class stay the same, since schedulers and scalers refer to it.
+    own: Any = optimizer
+    own._rankzero, own.synchronize, own.skip_synchronize = reducer, reducer.synchronize, reducer.skip_synchronize
+    own.zero_grad, own.set_backward_passes_per_step = reducer.zero_grad, reducer.set_passes
+    own.__getstate__ = _refuse_copies
+    optimizer.register_load_state_dict_pre_hook(lambda *_: reducer.forget())
     # torch calls it before the step of any class, also if a scheduler has wrapped the step; here before other hooks.
-    optimizer.register_step_pre_hook(_before_step)
-    hooks: Any = optimizer._optimizer_step_pre_hooks
-    hooks.move_to_end(next(reversed(hooks)), last=False)
-    reducer.add(_parameters(optimizer))
-    return distributed
+    optimizer.register_step_pre_hook(reducer.before_step)
+    own._optimizer_step_pre_hooks.move_to_end(next(reversed(own._optimizer_step_pre_hooks)), last=False)
+    return optimizer
+
+
+def _refuse_copies() -> Any:
+    raise TypeError("a DistributedOptimizer cannot be copied or pickled: give its state_dict()")
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -91,111 +102,34 @@ def _named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[torc
     return named
 
 
-def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
-    """Reduces gradients before a step; with a closure, after each call of the closure. A hook of the step."""
-    reducer, given = optimizer._rz, [*args[1:], kwargs.get("closure")]
-    closure = given[0]
-    if closure is None:
-        reducer.before_step()
-        return None
-    if not reducer.should_synchronize:
-        return None
-    if reducer.has_begun():
-        # Gradients of a backward pass before the step, as SAM has one.
-        reducer.before_step()
-
-    def with_gradients() -> Any:
-        loss = closure()
-        reducer.before_step()
-        return loss
-
-    return (args[0], with_gradients, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
-
-
-class _Distributed(torch.optim.Optimizer):
-    """The methods that `DistributedOptimizer` adds to an optimizer's class."""
-
-    _rz: _Reducer
-
-    def synchronize(self) -> None:
-        """Waits for the gradients of all ranks, for example to clip them."""
-        self._rz.synchronize()
-
-    @contextlib.contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Makes `step` in the block skip the reduction, after a call of `synchronize`."""
-        self._rz.should_synchronize = False
-        try:
-            yield
-        finally:
-            self._rz.should_synchronize = True
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        # torch's GradScaler reads it before it checks for overflows, which must include those of all ranks.
-        if self._rz.should_synchronize and not self._rz.is_synchronized:
-            self._rz.synchronize()
-            self._rz.is_ready = True
-        own = vars(self).get("_step_supports_amp_scaling")
-        return bool(getattr(super(), "_step_supports_amp_scaling", False) if own is None else own)
-
-    @_step_supports_amp_scaling.setter
-    def _step_supports_amp_scaling(self, value: bool) -> None:
-        vars(self)["_step_supports_amp_scaling"] = value
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Resets the gradients like the optimizer. Raises AssertionError between ``backward()`` and ``step()``."""
-        self._rz.check_idle()
-        super().zero_grad(*args, **kwargs)
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sets the number of backward passes whose gradients are summed before a reduction. Raises ValueError."""
-        self._rz.set_passes(passes)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group like torch's optimizer, and reduces the gradients of its parameters, too."""
-        super().add_param_group(param_group)
-        self._rz.add(_parameters(self))
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Loads a state like torch's optimizer, after running reductions have ended; their results are discarded."""
-        self._rz.forget()
-        super().load_state_dict(state_dict)
-
-    def __getstate__(self) -> Any:
-        raise TypeError("a DistributedOptimizer cannot be copied or pickled: give its state_dict()")
-
-
-class _Sent(NamedTuple):
-    """A gradient on its way, with its version, and the context of its compression."""
-
-    gradient: torch.Tensor
-    version: int
-    request: Request
-    context: Any
-
-
 class _Reducer:
     """Starts the reduction of gradients during the backward pass, and waits for the results."""
 
     compression: Any = Compression.none
     sparse_as_dense = False
 
-    def __init__(self, known: dict[torch.Tensor, str], options: tuple[str, float, float, ProcessSet]) -> None:
+    def __init__(
+        self, optimizer: Any, known: dict[torch.Tensor, str], options: tuple[str, float, float, ProcessSet]
+    ) -> None:
+        self._optimizer, self._zero_grad = optimizer, optimizer.zero_grad
         self._known, self._options, group = known, options, options[-1]
-        self.should_synchronize, self.is_synchronized, self.is_ready = True, False, False
+        self._should_synchronize, self._is_synchronized = True, False
         # A second optimizer may have parameters with the same names, such as the second network of a GAN.
         number = next(group.optimizers)
         self._suffix = f"#{number}" if number > 1 else ""
         self._names: dict[torch.Tensor, str] = {}
-        self._sent: dict[torch.Tensor, _Sent] = {}
-        self._sparse_dims: dict[torch.Tensor, int] = {}
+        self._sent: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
+        """The gradients on their way, with the versions of their values."""
+        self._issued: dict[torch.Tensor, tuple[Request, Any]] = {}
+        """The handles of gradients that are issued, with the context of their compression."""
+        self._due = 0
+        """Bytes of the gradients that are not issued yet."""
         self._hooked: set[torch.Tensor] = set()
         self._has_peers = group.size() > 1 and group.included()
 
-    def add(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Adds parameters, and installs a hook on each one that requires gradients and has none yet."""
-        for parameter in parameters:
+    def add_parameters(self) -> None:
+        """Adds new parameters, and installs a hook on each one that requires gradients and has none yet."""
+        for parameter in _parameters(self._optimizer):
             if parameter not in self._names:
                 self._names[parameter] = self._known.get(parameter, f"noname.{len(self._names)}") + self._suffix
                 self._left[parameter] = self._passes
@@ -214,29 +148,47 @@ class _Reducer:
             raise ValueError(f"backward_passes_per_step is {passes!r}; it must be a positive integer")
         self._passes, self._left = passes, dict.fromkeys(self._names, passes)
 
-    def has_begun(self) -> bool:
-        """Returns True between a backward pass and the wait for its gradients."""
-        return bool(self._sent) or any(left != self._passes for left in self._left.values())
-
-    def check_idle(self) -> None:
-        """Raises AssertionError between a backward pass and the step."""
-        if self.has_begun():
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Resets the gradients like the optimizer. Raises AssertionError between ``backward()`` and ``step()``."""
+        if self._has_begun():
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(): the gradients are on their way, or summed over "
                 f"backward_passes_per_step={self._passes}"
             )
+        self._zero_grad(*args, **kwargs)
 
-    def before_step(self) -> None:
-        """Calls `synchronize`, unless the user has switched it off or a gradient scaler has called it."""
-        if self.should_synchronize and not self.is_ready:
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Makes `step` in the block skip the reduction, after a call of `synchronize`."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Reduces gradients before a step; with a closure, after each call of the closure. A hook of the step."""
+        closure = [*args[1:], kwargs.get("closure")][0]
+        if self._should_synchronize and (closure is None or self._has_begun()):
+            # With a closure: gradients of a backward pass before the step, as SAM has one.
             self.synchronize()
-        self.is_synchronized = self.is_ready = False
+        self._is_synchronized = False
+        if closure is None or not self._should_synchronize:
+            return None
+
+        def with_gradients() -> Any:
+            loss = closure()
+            self.synchronize()
+            self._is_synchronized = False
+            return loss
+
+        return (args[0], with_gradients, *args[2:]), {name: one for name, one in kwargs.items() if name != "closure"}
 
     # A compiled step must not trace waits for other ranks.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def synchronize(self) -> None:
-        """Starts the reductions that no hook has started, with zeros for missing gradients, and waits for all.
+        """Waits for the gradients of all ranks, for example to clip them. Missing ones are zeros.
 
         Raises:
             HorovodInternalError: a reduction failed; all others have ended.
@@ -244,44 +196,55 @@ class _Reducer:
         """
         if not self._has_peers:
             return
-        if self.is_synchronized:
+        if self._is_synchronized:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(), "
                 "or synchronize() called twice: gradients are reduced a second time",
                 stacklevel=4,
             )
-        for parameter, sent in self._sent.items():
-            if parameter.grad is not sent.gradient or sent.gradient._version != sent.version:
+        for parameter, (gradient, version) in self._sent.items():
+            if parameter.grad is not gradient or gradient._version != version:
                 raise AssertionError(
                     f"the gradient of {self._names[parameter]!r} was changed on its way to the other ranks: call "
                     "optimizer.synchronize() before you clip or unscale gradients, and step in "
                     "optimizer.skip_synchronize()"
                 )
-        self.add(list(self._names))
+        self.add_parameters()
         for parameter in self._names:
             if parameter.requires_grad and parameter not in self._sent:
-                self._begin(parameter)
-        self.is_synchronized, errors = False, []
-        for parameter, sent in self._sent.items():
+                self._send(parameter)
+        self._is_synchronized = False
+        self._issue()
+        errors = []
+        for parameter in self._sent:
             try:
-                self._finish(parameter, sent)
+                self._store(parameter)
             except HorovodInternalError as error:
                 errors.append(error)
-        self._sent.clear()
-        self.set_passes(self._passes)
+        self._reset()
         if errors:
             raise errors[0]
-        self.is_synchronized = True
+        self._is_synchronized = True
 
     def forget(self) -> None:
-        """Waits for running reductions, and resets the state as after a step."""
-        for sent in self._sent.values():
-            # The step is discarded anyway: elastic.run restores the state after such an error.
+        """Waits for running reductions, and discards their results. A hook of `load_state_dict`."""
+        # elastic.run loads a state after such an error.
+        with contextlib.suppress(HorovodInternalError):
+            self._issue()
+        for request, _ in self._issued.values():
             with contextlib.suppress(HorovodInternalError):
-                sent.request.wait()
+                request.wait()
+        self._reset()
+
+    def _reset(self) -> None:
         self._sent.clear()
+        self._issued.clear()
+        self._due, self._is_synchronized = 0, False
         self.set_passes(self._passes)
-        self.is_synchronized = self.is_ready = False
+
+    def _has_begun(self) -> bool:
+        """Returns True between a backward pass and the wait for its gradients."""
+        return bool(self._sent) or any(left != self._passes for left in self._left.values())
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if parameter in self._sent:
@@ -289,41 +252,48 @@ class _Reducer:
                 f"gradients of {self._names[parameter]!r} were computed more than backward_passes_per_step="
                 f"{self._passes} times before step(): increase it to accumulate gradients locally"
             )
-        self.is_synchronized = self.is_ready = False
+        self._is_synchronized = False
         self._left[parameter] -= 1
         if self._left[parameter] == 0:
-            self._begin(parameter)
+            self._send(parameter)
 
-    def _begin(self, parameter: torch.Tensor) -> None:
-        name, gradient, context = f"gradient.{self._names[parameter]}", parameter.grad, None
-        op, before, after, group = self._options
+    def _send(self, parameter: torch.Tensor) -> None:
+        """Has the gradient of a parameter issued, together with others."""
+        gradient = parameter.grad
         if gradient is None:
             # Another rank may have a gradient of this parameter.
-            gradient = torch.zeros_like(parameter)
-            if dims := self._sparse_dims.get(parameter):
-                gradient = gradient.to_sparse(dims)
-            parameter.grad = gradient
+            parameter.grad = gradient = torch.zeros_like(parameter)
         if gradient.requires_grad:
             raise AssertionError(
                 f"the gradient of {self._names[parameter]!r} requires a gradient itself, which other ranks do not "
                 "know of: for create_graph=True call torch.autograd.grad"
             )
-        if gradient.is_sparse:
-            self._sparse_dims[parameter] = gradient.sparse_dim()
-        if gradient.is_sparse and not self.sparse_as_dense:
-            request = sparse_allreduce_async(gradient, name, op, group)
-        else:
+        self._sent[parameter] = gradient, gradient._version
+        self._due += parameter.nbytes
+        if self._due >= BUNCH:
+            self._issue()
+
+    def _issue(self) -> None:
+        op, before, after, group = self._options
+        for parameter, (gradient, _) in self._sent.items():
+            if parameter in self._issued:
+                continue
+            name = f"gradient.{self._names[parameter]}"
+            if gradient.is_sparse and not self.sparse_as_dense:
+                self._issued[parameter] = sparse_allreduce_async(gradient, name, op, group), None
+                continue
             # `detach` would count the reduction's writes as changes by the user.
             dense = gradient.to_dense() if gradient.is_sparse else gradient.data
             compressed, context = self.compression.compress(dense)
-            request = allreduce_async_(compressed, None, name, op, before, after, group)
-        self._sent[parameter] = _Sent(gradient, gradient._version, request, context)
+            self._issued[parameter] = allreduce_async_(compressed, None, name, op, before, after, group), context
+        self._due = 0
 
-    def _finish(self, parameter: torch.Tensor, sent: _Sent) -> None:
-        reduced = sent.request.wait()
+    def _store(self, parameter: torch.Tensor) -> None:
+        (gradient, _), (request, context) = self._sent[parameter], self._issued[parameter]
+        reduced = request.wait()
         if not reduced.is_sparse:
-            reduced = self.compression.decompress(reduced, sent.context)
-        if sent.gradient.is_sparse:
-            parameter.grad = reduced if reduced.is_sparse else reduced.to_sparse(sent.gradient.sparse_dim())
-        elif reduced.data_ptr() != sent.gradient.data_ptr():
-            sent.gradient.copy_(reduced)
+            reduced = self.compression.decompress(reduced, context)
+        if gradient.is_sparse:
+            parameter.grad = reduced if reduced.is_sparse else reduced.to_sparse(gradient.sparse_dim())
+        elif reduced.data_ptr() != gradient.data_ptr():
+            gradient.copy_(reduced)

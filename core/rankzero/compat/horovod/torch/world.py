@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,13 +13,11 @@ import torch.distributed as dist
 
 import rankzero.train as rt
 from rankzero.compat.horovod.torch.coordinator import Coordinator
-from rankzero.compat.horovod.torch.requests import Meta
+from rankzero.compat.horovod.torch.operations import Meta
 from rankzero.train.context import at_return
 
-logger = logging.getLogger(__name__)
-
-STALL_WARNING_AFTER, STALL_TIMEOUT, STALL_TIMEOUT_MAX = 60.0, 1800.0, 30 * 24 * 3600.0
-"""Horovod's own defaults of its variables for warnings and shutdowns, and the largest value of both, in seconds."""
+STALLS = {"HOROVOD_STALL_CHECK_TIME_SECONDS": 60.0, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": 1800.0}
+"""Horovod's variables for the seconds until a stall is warned of and until it is an error, and their defaults."""
 
 
 class ProcessSet:
@@ -37,8 +34,7 @@ class ProcessSet:
     def coordinator(self) -> Coordinator:
         """Returns the coordinator that executes the set's operations. Raises ValueError before it is created."""
         if self._coordinator is None:
-            is_world, text = self is global_process_set, "Horovod has not been initialized; use hvd.init()."
-            raise ValueError(text if is_world else "give it to hvd.add_process_set first")
+            raise ValueError("Horovod has not been initialized; use hvd.init(), and hvd.add_process_set for other sets")
         return self._coordinator
 
     def size(self) -> int:
@@ -54,31 +50,14 @@ class ProcessSet:
         return self.coordinator.rank >= 0
 
     def _open(self, number: int) -> None:
-        warn_after = _seconds("HOROVOD_STALL_CHECK_TIME_SECONDS", STALL_WARNING_AFTER)
-        timeout = _seconds("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", STALL_TIMEOUT)
-        self._coordinator = Coordinator(next(_opened), self.ranks, timeout, warn_after)
-        self.process_set_id = number
-        _sets[number] = self
+        limits = (float(os.environ.get(name) or 0) or default for name, default in STALLS.items())
+        self._coordinator = Coordinator(next(_opened), self.ranks, *limits)
+        self.process_set_id, _sets[number] = number, self
 
     def _close(self) -> None:
-        if self._coordinator is not None:
-            self._coordinator.close()
-        _sets.pop(self.process_set_id or 0, None)
+        self.coordinator.close()
+        del _sets[self.process_set_id or 0]
         self._coordinator = self.process_set_id = None
-
-    def __repr__(self) -> str:
-        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
-
-
-def _seconds(name: str, default: float) -> float:
-    text = os.environ.get(name) or "0"
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1
-    if not 0 <= found <= STALL_TIMEOUT_MAX:
-        raise ValueError(f"{name} is {text!r}; give seconds, or 0 for {default:.0f}")
-    return found or default
 
 
 global_process_set = ProcessSet([])
@@ -155,11 +134,6 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def process_set_ids() -> list[int]:
-    """Returns the ids of all process sets."""
-    return list(_sets)
-
-
 def rank() -> int:
     """Returns the global rank of this process."""
     return global_process_set.coordinator.rank
@@ -171,7 +145,7 @@ def size() -> int:
 
 
 def _answer(text: str, value: Callable[[], Any]) -> Callable[[], int]:
-    """Returns a function that answers a question about the rank or about torch."""
+    """Returns a function that answers a question about the rank or about torch by a number."""
 
     def answer() -> int:
         return int(value())
@@ -193,12 +167,4 @@ gloo_built = gloo_enabled = _answer("1 if torch has gloo, else 0", dist.is_gloo_
 nccl_built = _answer("1 if torch has NCCL, else 0", dist.is_nccl_available)
 cuda_built = _answer("1 if torch has CUDA, else 0", lambda: torch.version.cuda is not None)
 rocm_built = _answer("1 if torch has ROCm, else 0", lambda: torch.version.hip is not None)
-mpi_built = mpi_enabled = mpi_threads_supported = ddl_built = ccl_built = _answer("0: it is not supported", int)
-
-
-def start_timeline(file_path: str = "", mark_cycles: bool = False) -> None:
-    """Only logs a warning: use `torch.profiler` instead."""
-    logger.warning("hvd.start_timeline and stop_timeline write no timeline: use torch.profiler.profile")
-
-
-stop_timeline = start_timeline
+mpi_built = mpi_enabled = mpi_threads_supported = ddl_built = ccl_built = _answer("0: it is not supported", lambda: 0)
