@@ -11,18 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.channel.conftest import is_dead
 from tests.runs import folder_of
 
-from rankzero import (
-    EngineError,
-    Launcher,
-    LocalEngine,
-    RankZeroError,
-    RunCancelledError,
-    RunHandle,
-    WorkerFailedError,
-    bounds,
-)
+from rankzero import EngineError, Launcher, LocalEngine, RankZeroError, RunCancelledError, RunHandle, WorkerFailedError
+from rankzero.bounds import STOP_MARGIN
 from rankzero.channel import messages
 from rankzero.channel.client import Driver
 from rankzero.channel.connection import Connection
@@ -33,10 +26,6 @@ from rankzero.job import Job
 from rankzero.values import formats
 
 WAIT = 60.0
-
-
-async def driver_lives() -> bool:
-    return False
 
 
 class Agent:
@@ -135,7 +124,7 @@ class Group(AgentGroup):
         hosts, port = config["driver"]
         driver = Driver(hosts, port, config["secret"])
         connection = await driver.find(task, WAIT)
-        keeping = asyncio.create_task(driver.keep(connection, driver_lives))
+        keeping = asyncio.create_task(driver.keep(connection, is_dead))
         version = platform.python_version()
         connection.send(Join("127.0.0.1", "127.0.0.1", f"host-{task}", pid=1, python=version, gpus=[], workers=1))
         try:
@@ -196,7 +185,11 @@ def play(launcher: Launcher, tmp_path: Path) -> Callable[..., Played]:
 
 
 def test_every_rank_finishes_and_the_value_is_rank_0s(play: Callable[..., Played]) -> None:
-    played = play(succeed, succeed)
+    async def clean_up(agent: Agent) -> None:
+        await succeed(agent)
+        await asyncio.sleep(2 * STOP_MARGIN())
+
+    played = play(succeed, clean_up)
     assert (played.value, played.error, played.was_cancelled, played.phases) == (7, None, False, "final")
 
 
@@ -220,15 +213,6 @@ def test_an_agent_that_dies_after_the_success_does_not_end_the_others(
     played = play(print_late, die, error=RuntimeError("an executor was lost"))
     assert (played.value, played.was_cancelled) == (7, False)
     assert list(RunHandle.attach(played.directory).logs(rank=0))[-1] == "the last line"
-
-
-def test_a_task_that_cleans_up_after_the_success_is_not_cancelled(play: Callable[..., Played]) -> None:
-    async def clean_up(agent: Agent) -> None:
-        await succeed(agent)
-        await asyncio.sleep(2 * bounds.STOP_MARGIN())
-
-    played = play(clean_up)
-    assert (played.value, played.was_cancelled) == (7, False)
 
 
 def test_samples_of_a_host_do_not_delay_the_end_of_a_run_whose_rank_cannot_be_reaped(

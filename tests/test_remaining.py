@@ -96,13 +96,10 @@ def test_a_rank_that_returns_or_moves_on_while_its_stack_is_requested_does_not_h
     hangs.begin(-1e6)
     hangs.on_beat(0, 0, 0.0)
     hangs.on_return(1, 0.0)
-    for number in range(1, 20):
-        now = number * RETURNED_NOTICE()
-        assert hangs.must_look(now)
-        hangs.stacks[0] = Stack(ALL_REDUCE, 0.0)
-        if now >= RETURNED_HANG():
-            break
-        hangs.note_look(now)
+    hangs.stacks[0] = Stack(ALL_REDUCE, 0.0)
+    hangs.note_look(RETURNED_NOTICE())
+    now = RETURNED_HANG()
+    assert hangs.waits_for_returned(now)
     hangs.on_return(0, now) if meanwhile == "returns" else hangs.on_beat(0, 1, now)
     hangs.note_look(now + 1.0)
     assert not hangs.waits_for_returned(now + 1.0)

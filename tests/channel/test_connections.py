@@ -123,7 +123,11 @@ def test_an_agent_waits_for_a_silent_driver_whose_process_lives(tmp_path: Path) 
     async def main() -> None:
         async with serving(tmp_path, limits=Limits(ping=0.1, silence=60.0)) as served, proxied(served) as (proxy, port):
             lives = True
-            agent = await served.agent(driver=served.driver(port=port), lives=lambda: lives)
+
+            async def driver_lives() -> bool:
+                return lives
+
+            agent = await served.agent(driver=served.driver(port=port), lives=driver_lives)
             proxy.silence()
             await asyncio.sleep(2 * QUICK.silence)
             assert agent.ended is None
@@ -189,7 +193,6 @@ def test_a_driver_that_takes_lines_slowly_loses_no_agent(tmp_path: Path) -> None
                 await asyncio.sleep(QUICK.silence / 4)
 
             served.received.room = room
-            # More in one read than the driver can wait for one by one.
             for _ in range(20):
                 agent.connection.send(Log(["x"]), 0)
             agent.connection.send(Beat(1), 0)

@@ -101,15 +101,10 @@ def test_a_disk_that_takes_nothing_delays_agents_once(tmp_path: Path, monkeypatc
     monkeypatch.setattr(recorders, "MOST_QUEUED", 100)
     recorder = Recorder(submitted(str(tmp_path / "run")), Mask())
 
-    async def main() -> None:
-        recorder.log(0, ["x" * 60])
-        monkeypatch.setattr(recorders, "ROOM_TIMEOUT", 0.1)
-        await recorder.room()
-        monkeypatch.setattr(recorders, "ROOM_TIMEOUT", 2 * WAIT)
-        async with asyncio.timeout(WAIT):
-            await recorder.room()
-
-    asyncio.run(main())
+    recorder.log(0, ["x" * 60])
+    for timeout in (0.1, 2 * WAIT):
+        monkeypatch.setattr(recorders, "ROOM_TIMEOUT", timeout)
+        asyncio.run(asyncio.wait_for(recorder.room(), WAIT))
     hangs.set()
 
 

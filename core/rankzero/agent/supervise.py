@@ -1,6 +1,6 @@
 """The agent's main loop: starts the workers of one task, forwards their messages and output, and ends them.
 
-One event loop and one thread. The agent ends when the driver asks for it, when the driver is
+One event loop, and one thread that reads large files. The agent ends when the driver asks for it, when the driver is
 lost for good, or when the task process that started it has exited (end of file on standard input, and a pidfd where
 there is one). It always ends every descendant. The driver's `Assign` numbers the ranks; until then they import torch.
 """
@@ -21,7 +21,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any
 
 from rankzero import bounds
@@ -58,7 +57,6 @@ class Agent:
         self._ranks = [Rank(local_rank, config, self._outbox) for local_rank in range(config["workers"])]
         self._caller_lives = watcher_of(config.get("caller"))
         self._inputs: Inputs | None = None
-        # The run directory may be on a disk that hangs.
         self._reader = ActionThread("rankzero-inputs")
         self._tasks: set[asyncio.Task[None]] = set()
         self.lost: str | None = None
@@ -137,9 +135,8 @@ class Agent:
 
     async def _driver_lives(self) -> bool:
         """Returns True while a silent driver lives and has the run: it may have been stopped, and another submitted."""
-        if not self._caller_lives():
-            return False
-        return self._inputs is None or not await reply_of(self._reader.submit(self._inputs.is_ended))
+        inputs = self._inputs
+        return self._caller_lives() and (inputs is None or not await reply_of(self._reader.submit(inputs.is_ended)))
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, messages.Assign):
@@ -165,9 +162,8 @@ class Agent:
 
     async def _start(self, assigned: messages.Assign) -> None:
         """Gets the files of the ranks, and gives the ranks their work. A thread reads files, which may be large."""
-        make = partial(Inputs, assigned, self._driver.digests, self._config["scratch"])
-        inputs = await reply_of(self._reader.submit(make))
-        self._inputs = inputs
+        digests, scratch = self._driver.digests, self._config["scratch"]
+        inputs = self._inputs = await reply_of(self._reader.submit(lambda: Inputs(assigned, digests, scratch)))
         for name, path in inputs.missing.items():
             try:
                 await self._driver.fetch(name, path)
@@ -177,7 +173,7 @@ class Agent:
                 self._ranks[0].send(messages.Failed(time.time(), exception_type=kind, message=text, exit_code=1))
                 return
         try:
-            common = await reply_of(self._reader.submit(partial(inputs.message, self._config["ports"])))
+            common = await reply_of(self._reader.submit(lambda: inputs.message(self._config["ports"])))
         except InputError as error:
             sys.exit(f"on {socket.gethostname()}: {error}")
         self._ranks[0].output.add(self._config["notes"])

@@ -172,10 +172,7 @@ class Connection:
     async def messages(
         self, room: Callable[[], Awaitable[None]] | None = None
     ) -> AsyncIterator[tuple[Message, int | None]]:
-        """Yields each message with the local rank of its sender, until the connection ends.
-
-        Args:
-            room: Awaited after each read, while this end cannot take more. The other end is not silent meanwhile.
+        """Yields each message with the local rank of its sender, until the connection ends. Awaits ``room`` between.
 
         Raises:
             OSError, MessageError: the connection broke, or what arrived is no message.

@@ -32,7 +32,7 @@ from rankzero.driver.ending import Facts, Verdict
 from rankzero.driver.storage import Scratch, Storage, files_of
 from rankzero.driver.watch import CHECK_INTERVAL
 from rankzero.engines.base import AgentGroup, EngineSession
-from rankzero.errors import EngineError, RankZeroError, ResultError, RunCancelledError, RunTimeoutError
+from rankzero.errors import EngineError, RankZeroError, ResultError, RunCancelledError
 from rankzero.host.network import listen
 from rankzero.host.processes import allow_open_files, caller_process
 from rankzero.job import CheckpointConfig, Job
@@ -54,24 +54,19 @@ class Attempt:
 
     Attributes:
         job: The job, with the locations of tables and, once it is known, for the size of this attempt's world.
-        started_at: Monotonic time at which every rank had started; None before.
     """
 
-    def __init__(self, run: Run, job: Job, number: int, run_started_at: float | None) -> None:
+    def __init__(self, run: Run, job: Job, number: int) -> None:
         """Prepares an attempt; `live` makes it.
 
         Args:
             run: The parts that all attempts share.
             job: The job of the run.
             number: Number of the attempt.
-            run_started_at: Monotonic time at which every rank of the first attempt that started had started; None if no
-                attempt has. The run's ``timeout`` counts from there.
         """
         self.job = job
-        self.started_at: float | None = None
         self._run = run
         self._number = number
-        self._run_started_at = run_started_at
         self._group: AgentGroup | None = None
         self._scratch: Scratch | None = None
 
@@ -142,11 +137,7 @@ class Attempt:
             except OSError as error:
                 raise EngineError(f"the driver cannot listen for the agents: {error}") from error
 
-        def close(reply: Future[tuple[socket.socket, list[str]]]) -> None:
-            if not reply.exception():
-                reply.result()[0].close()
-
-        listener, hosts = await self._run.places.request(bind, job, self._deadline, if_late=close)
+        listener, hosts = await self._run.places.request(bind, job, self._deadline)
         port = await self._agents.server.start(listener)
         config = {
             **policy.agent_config(job, self._number, self._run.env, self._deadline - time.monotonic()),
@@ -172,12 +163,11 @@ class Attempt:
         deadline = began + 2 * STORE_OUTAGE()
 
         def check() -> None:
-            self._check_end()
+            watch.check()
             if time.monotonic() > deadline:
                 raise ResultError(f"the store of {self._run.own.run.directory} does not answer")
 
         resume, token = await self._run.inbox.reply_of(self._committer.submit(read), check)
-        watch.check()
         # An outage of the store takes no time from the ranks' start.
         self._deadline += time.monotonic() - began
         if (found := resume and resume.id) != recorder.status.checkpoint:
@@ -218,17 +208,10 @@ class Attempt:
         while not goal():
             if ending.cannot_succeed(self._facts, self._agents.roster.gone()):
                 raise _TroubleError
-            self._check_end()
+            self._run.watch.check()
             await check(time.monotonic())
             await self._run.inbox.wait(CHECK_INTERVAL)
             self._note_stored()
-
-    def _check_end(self) -> None:
-        """Raises RunCancelledError or RunTimeoutError if the run must end."""
-        self._run.watch.check()
-        timeout, began = self.job.timeout, self._run_started_at or self.started_at
-        if timeout and began is not None and time.monotonic() - began > timeout:
-            raise RunTimeoutError(f"the run took longer than timeout={timeout} s and was ended")
 
     def _note_stored(self) -> None:
         """Notes what the store has taken, or refused: checkpoints and rank 0's value."""
@@ -249,9 +232,9 @@ class Attempt:
     def _note_start(self) -> None:
         """Records that every rank has started."""
         assert self._group is not None
-        self.started_at = time.monotonic()
-        self._agents.hangs.begin(self.started_at)
-        recorder = self._run.recorder
+        now, watch, recorder = time.monotonic(), self._run.watch, self._run.recorder
+        self._agents.hangs.begin(now)
+        watch.started_at = watch.started_at or now
         recorder.note_phase("running")
         recorder.update(state="running", phase="running", started=recorder.status.started or time.time())
         self._group.tolerate_outage()
@@ -335,8 +318,8 @@ class Attempt:
                 server.broadcast(messages.End())
             if is_patient and watch.is_called_off():
                 server.broadcast(messages.Stop(self.job.stop_grace))
-                asked_at = alone_at = now
                 timeout, is_patient = self.job.stop_grace + bounds.STOP_MARGIN(), False
+                asked_at = alone_at = now
             await self._run.inbox.wait(WINDOW_STEP)
             self._note_stored()
 

@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
 from rankzero import bounds, store
-from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.connection import new_secret
 from rankzero.driver.driver import Driver
 from rankzero.engines.base import Engine
@@ -71,8 +70,7 @@ class Delegation:
         except Exception as error:
             if await self._claim():
                 return error
-        has_driver = await reply_of(self._store.submit(self._own.has_driver), STORE_OUTAGE())
-        if not has_driver and await self._claim():
+        if not await reply_of(self._store.submit(self._own.has_driver), bounds.STORE_OUTAGE()) and await self._claim():
             assert self._group
             why = str(self._explain(self._group)).splitlines()[0]
             self._recorder.announce("engine", f"the run is driven from this host, not in its stage: {why}")
@@ -82,7 +80,7 @@ class Delegation:
 
     async def _claim(self) -> bool:
         """Claims the submission and ends the stage; returns False if the driver in the stage has claimed it."""
-        if not await reply_of(self._store.submit(self._own.claim_driver), STORE_OUTAGE()):
+        if not await reply_of(self._store.submit(self._own.claim_driver), bounds.STORE_OUTAGE()):
             return False
         if self._group:
             await done_within(bounds.STOP_MARGIN(), self._group.cancel)
@@ -120,7 +118,6 @@ class Delegation:
         while not self._ended:
             if await self._inbox.reply_of(self._store.submit(own.has_driver), self._watch.check):
                 return
-            self._watch.check()
             now = time.monotonic()
             if now > deadline:
                 raise StartTimeoutError(

@@ -119,7 +119,7 @@ class Places:
                 say_at = now + bounds.WAITING_INTERVAL()
                 what = f"waiting for the engine {name} to answer, for {now - began:.0f} s"
                 self._recorder.announce("waiting", what)
-            if deadline is not None and now > deadline:
+            if deadline is not None and now > deadline and not reply.done():
                 what = f"the engine {name} did not answer within start_timeout={bound} s"
                 raise StartTimeoutError(what, missing=["engine"])
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from rankzero import bounds
 from rankzero.driver.recorder import Recorder
-from rankzero.errors import RunCancelledError
+from rankzero.errors import RunCancelledError, RunTimeoutError
 from rankzero.run.directory import Submission, bound_of
 from rankzero.run.lease import interval_of
 from rankzero.threads import ActionThread, reply_of
@@ -90,17 +90,13 @@ class Inbox:
         self._changed.clear()
 
     async def reply_of(self, future: Future[T], check: Callable[[], None]) -> T:
-        """Returns the result of a thread, or raises its exception, unless ``check`` raises one before.
-
-        Args:
-            future: The result, which may never come.
-            check: Called at least every `CHECK_INTERVAL` seconds.
-        """
+        """Returns the result of a thread, which may never come, unless ``check`` raises before; it is called often."""
         future.add_done_callback(self.wake)
-        while not future.done():
+        while True:
             check()
+            if future.done():
+                return future.result()
             await self.wait(CHECK_INTERVAL)
-        return future.result()
 
 
 class Watch:
@@ -109,6 +105,7 @@ class Watch:
     Attributes:
         thread: Reads the run directory, and hangs if the store does.
         error: The error of a run that must end; None while it may continue.
+        started_at: Monotonic time at which every rank of an attempt had first started, from which ``timeout`` counts.
     """
 
     def __init__(
@@ -143,24 +140,24 @@ class Watch:
         self._abandoned = ""
         self.thread = ActionThread("rankzero-watch")
         self.error: RunCancelledError | None = None
+        self.started_at: float | None = None
         self._has_read = asyncio.Event()
 
     def check(self) -> None:
-        """Raises RunCancelledError, with the reason, if the run must end."""
+        """Raises RunCancelledError, with the reason, or RunTimeoutError if the run must end."""
+        if self.is_called_off() and self.error:
+            raise self.error.with_traceback(None)
+        timeout = self._own.job.timeout
+        if timeout and self.started_at is not None and time.monotonic() - self.started_at > timeout:
+            raise RunTimeoutError(f"the run took longer than timeout={timeout} s and was ended")
+
+    def is_called_off(self) -> bool:
+        """Returns True if the run must end on request or because another driver has it."""
         if (self._recorder.superseded or self._is_lost) and not self.error:
             self.error = RunCancelledError(
                 "another process has ended this submission, since this driver seemed to be dead, or the run was removed"
             )
-        if self.error:
-            raise self.error.with_traceback(None)
-
-    def is_called_off(self) -> bool:
-        """Returns True if the run must end on request or because another driver has it."""
-        try:
-            self.check()
-        except RunCancelledError:
-            return True
-        return False
+        return self.error is not None
 
     async def ready(self) -> None:
         """Waits until the directory was read once, briefly, since a run that is cancelled already must not begin."""
