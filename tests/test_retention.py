@@ -11,7 +11,7 @@ import fsspec
 import pytest
 from tests.runs import job, submitted
 
-from rankzero import InvalidJobError, store
+from rankzero import InvalidJobError, RunHandle, RunNotFoundError, store
 from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.retention import ABANDONED, HALF_REMOVED, REMOVAL_CLAIM_TIMEOUT, collect
 from rankzero.run.status import RunStatus
@@ -138,6 +138,16 @@ def test_garbage_of_a_submitter_that_lost_its_number_goes(root: str) -> None:
     collect(root, MONTH)
     assert lost.name not in run.names()
     assert next_one.name in run.names(), "it may be being written"
+
+
+def test_the_handle_of_a_submission_whose_files_were_replaced_finds_no_run(root: str) -> None:
+    first = make_run(root, "one", ended(OLD, "failed"))
+    make_run(root, "one", ended(YOUNG), submission=1)
+    handle = RunHandle[Any](first.run.directory, job=first.job)
+    assert handle.status().state == "failed"
+    assert [removed.directory for removed in collect(root, MONTH).replaced] == [first.directory]
+    with pytest.raises(RunNotFoundError, match="was removed"):
+        handle.status()
 
 
 def test_a_driver_that_comes_back_finds_the_end(root: str) -> None:
