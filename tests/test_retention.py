@@ -71,6 +71,7 @@ def test_only_old_runs_that_ended_are_removed(root: str) -> None:
     make_run(root, "dead", RunStatus(state="running", heartbeat=OLD, driver_host="elsewhere", driver_pid=1))
     make_run(root, "dead-lately", RunStatus(state="running", heartbeat=YOUNG, driver_host="elsewhere", driver_pid=1))
     make_run(root, "live", RunStatus(state="running", heartbeat=time.time(), driver_host="elsewhere", driver_pid=1))
+    store.write_bytes(make_run(root, "emptied", RunStatus(state="running")).path("status.json"), b"")
     store.make_directory(store.join(root, "digits-data"))
     store.write_bytes(store.join(root, "digits-data", "a.torch"), b"data")
     store.write_bytes(store.join(root, "notes.txt"), b"mine")
@@ -90,17 +91,17 @@ def test_only_old_runs_that_ended_are_removed(root: str) -> None:
         store.make_directory(location.rpartition("/")[0])
         store.write_bytes(location, text.encode())
     begin(root, "half-run")
-    others = ["digits-data", "huggingface", "notes.txt", "project", "service", "half-run"]
+    others = ["digits-data", "huggingface", "notes.txt", "project", "service", "half-run", "emptied"]
 
     would = collect(root, MONTH, dry_run=True)
-    assert len(names(root)) == 13, "a dry run removes nothing"
+    assert len(names(root)) == 14, "a dry run removes nothing"
     done = collect(root, MONTH)
 
     gone = ["dead", "old-cancelled", "old-failed", "old-succeeded"]
     assert [removed.directory.rsplit("/", 1)[-1] for removed in done.removed] == gone
     assert [removed.state for removed in done.removed] == ["failed", "cancelled", "failed", "succeeded"]
     assert replace(done, dry_run=True) == would
-    assert done.kept == 3
+    assert done.kept == 4
     assert done.problems == {}
     assert done.size == sum(removed.size for removed in done.removed)
     assert all(removed.size > 1100 for removed in done.removed)

@@ -112,7 +112,8 @@ def test_ranks_that_are_not_asked_for_are_silent_unless_they_fail(run: Submissio
 def test_a_follower_renews_the_lease_also_while_it_shows_lines_or_none(run: Submission) -> None:
     own = submitted(run.run.directory, submission=2, orphan_timeout=1e-9)
     assert lines(follow(own, ranks=[]), own, status()) == []
-    assert (lease := own.lease())
+    lease = own.lease()
+    assert lease
     Path(own.path("lines")).write_text("[0] one\n" * 3)
     for _ in follow(own).poll():
         before, lease = lease, own.lease()

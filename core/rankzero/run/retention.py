@@ -133,7 +133,9 @@ def _inspect(run: RunDirectory) -> tuple[str, float | None, int] | None:
     number, job = run.newest()
     if job:
         status = Observer(Submission(run, job)).status()
-        return status.state, max(status.heartbeat, status.ended or 0.0) if status.final else None, number
+        # A status that a power failure has emptied has no time.
+        since = max(status.heartbeat, status.ended or 0.0) or job.created
+        return status.state, since if status.final else None, number
     if number >= 0:
         if names == [f"{number}.json"] and store.list_names(run.directory) == [SUBMISSIONS]:
             return TOMBSTONE, store.modified(run.job_path(number)), number
