@@ -12,6 +12,7 @@ import pytest
 from tests.runs import job, submitted
 
 from rankzero import InvalidJobError, RunHandle, RunNotFoundError, store
+from rankzero.data.manifest import FILE, Manifest, to_bytes
 from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.retention import ABANDONED, HALF_REMOVED, REMOVAL_CLAIM_TIMEOUT, collect
 from rankzero.run.status import RunStatus
@@ -141,9 +142,13 @@ def test_garbage_of_a_submitter_that_lost_its_number_goes(root: str) -> None:
     assert next_one.name in run.names(), "it may be being written"
 
 
-def test_the_handle_of_a_submission_whose_files_were_replaced_finds_no_run(root: str) -> None:
+def test_a_replaced_submission_whose_rows_nobody_reads_goes_and_its_handle_finds_no_run(root: str) -> None:
     first = make_run(root, "one", ended(OLD, "failed"))
-    make_run(root, "one", ended(YOUNG), submission=1)
+    computed = make_run(root, "one", ended(OLD), submission=1)
+    last = make_run(root, "one", ended(YOUNG), submission=2, files={FILE: {}})
+    # A training from scratch whose rows are those of the one before reads them where they are.
+    rows = Manifest("", (), 0, "digest", folder=computed.new_dataset("train"))
+    store.write_bytes(last.path(FILE), to_bytes({"train": rows}))
     handle = RunHandle[Any](first.run.directory, job=first.job)
     assert handle.status().state == "failed"
     assert [removed.directory for removed in collect(root, MONTH).replaced] == [first.directory]

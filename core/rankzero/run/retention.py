@@ -19,7 +19,7 @@ from rankzero import store
 from rankzero.errors import RunNotFoundError
 from rankzero.kinds import SECONDS
 from rankzero.run.directory import RunDirectory, Submission
-from rankzero.run.names import SUBMISSIONS
+from rankzero.run.names import DATASETS_FILE, SUBMISSIONS
 from rankzero.run.observer import Observer
 
 REMOVAL_CLAIM_TIMEOUT = 3600.0  # Seconds for which a submission may be unwritten: the upload of its payload takes time
@@ -194,9 +194,11 @@ def _remove_replaced(run: RunDirectory, before: float, dry_run: bool) -> list[Re
 
     Their jobs stay, for `rankzero explain`. Garbage of submitters that lost their number goes, too, at any age.
     """
-    last, removed = run.job(), list[Removed]()
+    own, removed = run.current(), list[Removed]()
+    # The ranks may read rows that an earlier training has computed.
+    rows = store.read_bytes(own.path(DATASETS_FILE)) if DATASETS_FILE in own.job.files else b""
     for name in run.names():
-        if "." in name or name in last.earlier or name == f"{last.submission}-{last.nonce}":
+        if "." in name or name in own.job.earlier or name == own.name or f"/{name}/".encode() in rows:
             continue
         folder, owner = run.path(SUBMISSIONS, name), run.job_of(_number(name))
         if owner is None:
