@@ -43,9 +43,9 @@ def make_run(root: str, run_id: str, status: RunStatus, **facts: Any) -> Submiss
     return own
 
 
-def begin(root: str, run_id: str) -> Submission:
+def begin(root: str, run_id: str, **facts: Any) -> Submission:
     """A directory whose submitter died before its claim."""
-    own = Submission(RunDirectory(store.join(root, run_id)), job(run_id=run_id))
+    own = Submission(RunDirectory(store.join(root, run_id)), job(run_id=run_id, **facts))
     own.write_files({"payload.pkl": [b"p"]})
     return own
 
@@ -120,15 +120,20 @@ def test_only_old_runs_that_ended_are_removed(root: str) -> None:
         ]
 
 
-def test_a_directory_in_which_a_submission_was_only_begun_goes_when_it_is_old(root: str) -> None:
-    own = begin(root, "abandoned")
+@pytest.mark.parametrize("removed_before", [False, True])
+def test_a_directory_in_which_a_submission_was_only_begun_goes_when_it_is_old(root: str, removed_before: bool) -> None:
+    if removed_before:
+        make_run(root, "abandoned", ended(OLD))
+        collect(root, MONTH)
+    own = begin(root, "abandoned", submission=2 * removed_before)
     folder = own.new_dataset("train")
     store.make_directory(folder)
     store.write_bytes(store.join(folder, "_token"), b"x")
-    assert collect(root, MONTH).kept == 1
+    young = collect(root, MONTH)
+    assert (young.removed, young.kept) == ([], 1)
     (removed,) = collect(root, MONTH, now=NOW + MONTH + DAY).removed
     assert removed.state == ABANDONED
-    assert own.run.names() == ["0.json"]
+    assert own.run.names() == [f"{2 * removed_before}.json"]
     collect(root, MONTH, now=NOW + 2 * MONTH)
     assert names(root) == []
 

@@ -166,13 +166,9 @@ class Submission:
         """Returns an unused location for the rows of a dataset."""
         return self.path(DATASETS, f"{name}-{secrets.token_hex(4)}")
 
-    def make(self) -> None:
-        """Makes the folder of a submission that is being written."""
-        store.make_directory(self.directory)
-
     def write_files(self, files: Mapping[str, list[Part]]) -> None:
         """Makes the folder and writes the files that a driver needs beside the job."""
-        self.make()
+        store.make_directory(self.directory)
         for folder in ("result", "checkpoints"):
             store.make_directory(self.path(folder))
         for name, parts in files.items():

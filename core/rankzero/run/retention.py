@@ -137,10 +137,12 @@ def _inspect(run: RunDirectory) -> tuple[str, float | None, int] | None:
         since = max(status.heartbeat, status.ended or 0.0) or job.created
         return status.state, since if status.final else None, number
     if number >= 0:
-        if names == [f"{number}.json"] and store.list_names(run.directory) == [SUBMISSIONS]:
+        old = [name for name in names if _number(name) <= number]
+        if old != [f"{number}.json"] or store.list_names(run.directory) != [SUBMISSIONS]:
+            return HALF_REMOVED, 0.0, number
+        if names == old:
             return TOMBSTONE, store.modified(run.job_path(number)), number
-        return HALF_REMOVED, 0.0, number
-    if run.strangers():
+    elif run.strangers():
         return None
     files = [run.path(SUBMISSIONS, name) for name in store.list_files(run.path(SUBMISSIONS))]
     # The removal takes the number of what was begun.
@@ -173,11 +175,12 @@ def _remove(run: RunDirectory, state: str, last: int) -> bool:
         return sorted(old, key=lambda name: "-" in name)
 
     for name in left():
+        # Those of a submitter that writes the next number go on.
+        store.abort_uploads(run.path(SUBMISSIONS, name))
         store.remove(run.path(SUBMISSIONS, name))
     for name in store.list_names(run.directory):
         if name != SUBMISSIONS:
             store.remove(run.path(name))
-    store.abort_uploads(run.path(""))
     if left():
         raise OSError(f"{run.directory} cannot be removed entirely: check the owner of its files")
     if state == TOMBSTONE:
