@@ -127,10 +127,6 @@ def trained(lr: float) -> None:
     """A training."""
 
 
-async def trained_later(lr: float) -> None:
-    """No training."""
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -141,7 +137,6 @@ async def trained_later(lr: float) -> None:
         ({"op_kwargs": [1]}, "op_kwargs is [1]; it must map names to arguments"),
         ({"train": trained, "op_kwargs": {"rate": 1}}, "the arguments do not fit trained(lr: float) -> None"),
         ({"train": trained, "op_args": ["{{ params.lr }}", 2]}, "the arguments do not fit trained(lr: float) -> None"),
-        ({"train": trained_later}, "train=trained_later is an async function"),
         ({"log_ranks": "{{ params.ranks }}"}, "log_ranks is '{{ params.ranks }}', but cannot be a template"),
         ({"conn_id": "cluster", "master": "yarn"}, "conn_id is 'cluster', and master is given"),
         ({"backend": "{{ params.backend }}"}, "backend is '{{ params.backend }}', but cannot be a template"),

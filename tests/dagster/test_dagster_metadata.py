@@ -105,6 +105,6 @@ def test_a_delivery_that_cannot_be_noted_fails_no_step(
     def model() -> int:
         return 1
 
-    monkeypatch.setattr("rankzero.run.delivery.write", fail)
+    monkeypatch.setattr("rankzero.run.directory.Submission.record_delivery", fail)
     result = dg.materialize([model], resources={**resources, "io_manager": dg.mem_io_manager})
     assert result.output_for_node("model") == 1

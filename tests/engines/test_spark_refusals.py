@@ -130,11 +130,6 @@ def test_an_embedded_master_without_gpus() -> None:
     assert "needs 2 GPUs" in refusal(InsufficientSlotsError, {}, use_gpu=True)
 
 
-def test_conf_must_be_strings() -> None:
-    with pytest.raises(InvalidJobError, match=r"conf\['spark.task.cpus'\] is 2"):
-        SparkEngine(master="local[2]", conf={"spark.task.cpus": 2})  # type: ignore[dict-item]
-
-
 def test_a_session_excludes_master_and_conf() -> None:
     with pytest.raises(InvalidJobError, match="give session= alone"):
         SparkEngine(master="local[2]", session=object())  # type: ignore[arg-type]

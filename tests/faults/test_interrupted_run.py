@@ -17,7 +17,7 @@ from rankzero import Launcher, RunHandle, RunNotFoundError
     ("file", "step"),
     [
         ("rankzero/submit/drivers.py", 1),
-        ("rankzero/submit/submission.py", 3),
+        ("rankzero/submit/start.py", 3),
         pytest.param("", 20, marks=pytest.mark.soak),
     ],
 )

@@ -1,7 +1,6 @@
 """Handles keep to the submission that they were made for, whatever is submitted under its run id afterwards."""
 
 import errno
-import logging
 import os
 import shutil
 from pathlib import Path
@@ -147,14 +146,3 @@ def test_a_value_is_delivered_from_a_store_that_was_moved(single: Launcher, tmp_
     assert (handle.submission, handle.result(1)) == (0, "one")
     assert handle.result_ref().uri.startswith(f"{tmp_path}/moved/same/submissions/")
     assert handle.result_ref().load() == "one"
-
-
-def test_a_submission_beside_a_living_call_says_with_whom_its_run_ends(
-    single: Launcher, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with single.owned(train, ("one", str(tmp_path)), {}) as owned:
-        with caplog.at_level(logging.WARNING):
-            handle = single.submit(train, "one", str(tmp_path))
-        assert f"the run ends with the process {os.getpid()}, which called run()" in caplog.text
-        (tmp_path / "one-go").touch()
-        assert handle.result(60) == owned.result(60) == "one"

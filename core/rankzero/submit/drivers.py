@@ -106,8 +106,10 @@ def start_driver(own: Submission, private: dict[str, Any], owner: int | None = N
         command += ["--owner", str(owner)]
     # An object store cannot append: the starter of the driver can read a file without a name.
     output: IO[bytes] = tempfile.TemporaryFile() if own.is_remote else open(own.path(DRIVER_LOG), "a+b")
-    # In memory, without a name: it disappears whichever process dies, and unlike a pipe it never blocks.
-    with output as log, open(os.memfd_create("rankzero-private"), "w+b") as private_file:
+    # Without a name, in memory where the system can: it disappears whichever process dies, and never blocks as a pipe.
+    in_memory = hasattr(os, "memfd_create")
+    unnamed: IO[bytes] = open(os.memfd_create("rankzero-private"), "w+b") if in_memory else tempfile.TemporaryFile()
+    with output as log, unnamed as private_file:
         private_file.write(json.dumps({**private, "nonce": own.job.nonce}).encode())
         private_file.seek(0)
         driver = DriverProcess(

@@ -79,13 +79,12 @@ def fake_trainings(local_trainings: Path, monkeypatch: pytest.MonkeyPatch) -> Fa
         original = getattr(Launcher, name)
 
         def given(launcher: Launcher, train: Any, *args: Any, **kwargs: Any) -> Any:
-            if name != "identity":
-                packed = args[:2] if name != "submit" else (args, kwargs)
-                fakes.calls.append((train, *packed))
+            packed = args[:2] if name != "submit" else (args, kwargs)
+            fakes.calls.append((train, *packed))
             return original(launcher, fakes.stand_in(), *args, **kwargs)
 
         return given
 
-    for name in ("owned", "submit", "durable", "identity"):
+    for name in ("owned", "submit", "durable"):
         monkeypatch.setattr(Launcher, name, faked(name))
     return fakes
