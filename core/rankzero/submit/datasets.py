@@ -155,7 +155,7 @@ def _of_frame(frame: Any, name: str, own: Submission, before: Manifest | None) -
             return before
         logger.info("dataset %r has other rows than in the submission of %s before", name, own.run.directory)
     with storing(own.run):
-        own.make()
+        store.make_directory(own.directory)
     return materialize(frame, own.new_dataset(name), name, lambda text: logger.info("%s", text))
 
 
