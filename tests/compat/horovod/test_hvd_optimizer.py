@@ -231,7 +231,7 @@ def two_models_of_the_same_names() -> None:
 
 
 def clipped() -> None:
-    """Likewise `torch.amp.GradScaler.unscale_` behind `synchronize`, and its step."""
+    """Likewise `torch.amp.GradScaler.unscale_` behind `synchronize`."""
     weight = torch.nn.Parameter(torch.zeros(4))
     optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("weight", weight)])
     for _ in range(2):
@@ -242,6 +242,20 @@ def clipped() -> None:
         with optimizer.skip_synchronize():
             optimizer.step()
     assert weight.tolist() == pytest.approx([-1.0] * 4)
+
+
+def scaled() -> None:
+    """A plain `scaler.step`, which reduces first: an overflow on rank 1 skips the step of both."""
+    for fused in (False, True):
+        weight = torch.nn.Parameter(torch.zeros(1 << 20))
+        plain = torch.optim.SGD([weight], lr=1.0, fused=fused)
+        optimizer, scaler = hvd.DistributedOptimizer(plain, [("w", weight)]), torch.amp.GradScaler("cpu", 8.0)
+        for factor in (1.0, float("inf"), 1.0):
+            optimizer.zero_grad()
+            scaler.scale((weight * (factor if hvd.rank() else 1.0) * (hvd.rank() + 1)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert (weight.unique().tolist(), scaler.get_scale()) == ([-3.0], 4.0)
 
 
 def sparse_gradients() -> None:
@@ -300,6 +314,7 @@ def run_all() -> None:
     refused()
     two_models_of_the_same_names()
     clipped()
+    scaled()
     sparse_gradients()
     parameters_of_every_kind()
 
