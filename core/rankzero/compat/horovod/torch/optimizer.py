@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, MutableMapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -114,15 +114,6 @@ class _Scaling:
         return self._is_supported
 
 
-class _Sent(NamedTuple):
-    """A gradient on its way, with its version, and the context of its compression."""
-
-    gradient: torch.Tensor
-    version: int
-    request: Request
-    context: Any
-
-
 class _Reducer:
     """Starts the reduction of gradients during the backward pass, and waits for the results."""
 
@@ -139,7 +130,8 @@ class _Reducer:
         number = next(group.optimizers)
         self._suffix = f"#{number}" if number > 1 else ""
         self._names: dict[torch.Tensor, str] = {}
-        self._sent: dict[torch.Tensor, _Sent] = {}
+        self._sent: dict[torch.Tensor, tuple[torch.Tensor, int, Request, Any]] = {}
+        """The gradients on their way, each with its version, and the context of its compression."""
         self._hooked: set[torch.Tensor] = set()
         self._has_peers = group.size() > 1 and group.included()
 
@@ -224,8 +216,8 @@ class _Reducer:
                 "or synchronize() called twice: gradients are reduced a second time",
                 stacklevel=4,
             )
-        for parameter, sent in self._sent.items():
-            if parameter.grad is not sent.gradient or sent.gradient._version != sent.version:
+        for parameter, (gradient, version, *_) in self._sent.items():
+            if parameter.grad is not gradient or gradient._version != version:
                 raise AssertionError(
                     f"the gradient of {self._names[parameter]!r} was changed on its way to the other ranks: call "
                     "optimizer.synchronize() before you clip or unscale gradients, and step in "
@@ -236,9 +228,9 @@ class _Reducer:
             if parameter.requires_grad and parameter not in self._sent:
                 self._send(parameter)
         errors = []
-        for parameter, sent in self._sent.items():
+        for parameter in self._sent:
             try:
-                self._store(parameter, sent)
+                self._store(parameter)
             except HorovodInternalError as error:
                 errors.append(error)
         self._reset()
@@ -248,10 +240,10 @@ class _Reducer:
 
     def forget(self) -> None:
         """Waits for running reductions, and discards their results. A hook of `load_state_dict`."""
-        for sent in self._sent.values():
+        for _, _, request, _ in self._sent.values():
             # elastic.run loads a state after such an error.
             with contextlib.suppress(HorovodInternalError):
-                sent.request.wait()
+                request.wait()
         self._reset()
 
     def _reset(self) -> None:
@@ -292,13 +284,14 @@ class _Reducer:
             dense = gradient.to_dense() if gradient.is_sparse else gradient.data
             compressed, context = self.compression.compress(dense)
             request = allreduce_async_(compressed, None, name, op, before, after, group)
-        self._sent[parameter] = _Sent(gradient, gradient._version, request, context)
+        self._sent[parameter] = gradient, gradient._version, request, context
 
-    def _store(self, parameter: torch.Tensor, sent: _Sent) -> None:
-        reduced = sent.request.wait()
+    def _store(self, parameter: torch.Tensor) -> None:
+        gradient, _, request, context = self._sent[parameter]
+        reduced = request.wait()
         if not reduced.is_sparse:
-            reduced = self.compression.decompress(reduced, sent.context)
-        if sent.gradient.is_sparse:
-            parameter.grad = reduced if reduced.is_sparse else reduced.to_sparse(sent.gradient.sparse_dim())
-        elif reduced.data_ptr() != sent.gradient.data_ptr():
-            sent.gradient.copy_(reduced)
+            reduced = self.compression.decompress(reduced, context)
+        if gradient.is_sparse:
+            parameter.grad = reduced if reduced.is_sparse else reduced.to_sparse(gradient.sparse_dim())
+        elif reduced.data_ptr() != gradient.data_ptr():
+            gradient.copy_(reduced)
