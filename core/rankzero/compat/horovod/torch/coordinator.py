@@ -269,10 +269,10 @@ class Coordinator:
         self._end(request)
 
     def _end(self, request: Request, error: Exception | None = None) -> None:
-        """Gives a request its end; its name can be used again."""
+        """Gives a request its end; its name can be used again. A request whose events cannot be recorded stays."""
         with self._lock:
+            request.end(error)
             self._mine.pop(request.name, None)
-        request.end(error)
 
     def _refusal(self, name: str, of: dict[int, _Issued]) -> Exception | None:
         """Returns the error of an operation that differs between ranks, or that some lack; None if it is executed."""
