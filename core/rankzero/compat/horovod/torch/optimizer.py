@@ -101,10 +101,7 @@ def _named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[torc
 
 
 class _Scaling:
-    """Whether a step unscales gradients itself.
-
-    torch's GradScaler asks before it unscales gradients and looks for overflows, which must include those of all ranks.
-    """
+    """Tells torch's GradScaler whether a step unscales by itself, and reduces gradients, which are read after that."""
 
     def __init__(self, reducer: _Reducer, is_supported: bool) -> None:
         self._reducer, self._is_supported = reducer, is_supported
