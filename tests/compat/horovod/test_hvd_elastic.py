@@ -130,6 +130,13 @@ def test_a_subclass_may_save_more_but_not_instead_of_its_attributes() -> None:
         Counted().commit()
 
 
+def test_a_tensor_goes_to_the_device_of_the_attribute_that_it_replaces() -> None:
+    state = hvd.elastic.ObjectState(mean=torch.ones(2))
+    state.mean = state.mean.to("meta")
+    state.restore()
+    assert state.mean.device.type == "meta"
+
+
 def loops_of_two_states() -> Any:
     """The first state is never committed; the second one, of the same names, is."""
     hvd.init()

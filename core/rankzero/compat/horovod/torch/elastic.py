@@ -157,6 +157,9 @@ class ObjectState:
         for name, state in states.items():
             if _has_state(value := getattr(self, name)):
                 value.load_state_dict(state)
+            elif isinstance(value, torch.Tensor) and isinstance(state, torch.Tensor):
+                # That of another rank, or of a checkpoint, is on the CPU.
+                setattr(self, name, state.to(value.device))
             else:
                 setattr(self, name, state)
 
