@@ -3,6 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,19 @@ def two_models_of_the_same_names() -> None:
         assert [model[0].weight.grad.unique().tolist() for model in models] == [[1.5], [15.0]]
 
 
+def backward_in_two_threads() -> None:
+    halves = [[torch.nn.Parameter(torch.zeros(100_000)) for _ in range(60)] for _ in range(2)]
+    parameters = [one for half in halves for one in half]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), None)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with ThreadPoolExecutor(2) as threads:
+            losses = [sum((one * (hvd.rank() + 1)).sum() for one in half) for half in halves]
+            list(threads.map(torch.Tensor.backward, losses))
+        optimizer.step()
+        assert all(one.grad.unique().tolist() == [1.5] for one in parameters)
+
+
 def clipped() -> None:
     """Likewise `torch.amp.GradScaler.unscale_` behind `synchronize`."""
     weight = torch.nn.Parameter(torch.zeros(4))
@@ -313,6 +327,7 @@ def run_all() -> None:
     layouts_types_and_options()
     refused()
     two_models_of_the_same_names()
+    backward_in_two_threads()
     clipped()
     scaled()
     sparse_gradients()
