@@ -153,7 +153,7 @@ def _of_frame(frame: Any, name: str, own: Submission, before: Manifest | None) -
         if _content_of(frame) == before.digest:
             return before
         logger.info("dataset %r has other rows than in the submission of %s before", name, own.run.directory)
-    own.make()
+    store.make_directory(own.directory)
     return materialize(frame, own.new_dataset(name), name, lambda text: logger.info("%s", text))
 
 
