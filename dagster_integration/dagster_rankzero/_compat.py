@@ -1,4 +1,4 @@
-"""All uses of Dagster's private interfaces. Only this module must change when they change."""
+"""All uses of the private interfaces of Dagster 1.13. Only this module must change when they change."""
 
 import difflib
 import traceback

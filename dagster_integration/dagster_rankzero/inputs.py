@@ -1,4 +1,4 @@
-"""Arguments of a training function: values without Dagster's objects, `ResultRef` that ranks open, partition keys."""
+"""Arguments of a training function: values without Dagster's objects, `ResultRef`, keys; DataFrames go by `step`."""
 
 import hashlib
 import inspect

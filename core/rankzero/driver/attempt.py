@@ -6,7 +6,9 @@ An attempt ends before every rank has finished if
   all agents stop their ranks: SIGTERM, then SIGKILL after ``stop_grace``.
 - the host of an agent dies, or the network to it is cut. The connection breaks, or the agent sends nothing for 45
   seconds: it is gone, and the same follows. Its ranks are the cause; what their peers report are consequences.
-- the user cancels the run, a time limit is over, or the ranks hang. Nothing is judged, and `_end` stops the ranks.
+- the engine ends the agents, or the store refuses rank 0's value, also by not taking it in time. Both are judged, too.
+- the user cancels the run, ``timeout`` or ``start_timeout`` is over, or the ranks hang. Nothing is judged, and `_end`
+  stops the ranks. A value that the store takes meanwhile still makes the run a success (`ending.settled`).
 
 `rankzero.driver.driver` then decides by the cause whether another attempt follows.
 """
@@ -237,6 +239,7 @@ class Attempt:
         watch.started_at = watch.started_at or now
         recorder.note_phase("running")
         recorder.update(state="running", phase="running", started=recorder.status.started or time.time())
+        # The connection to Spark may break from now on. One to an agent that breaks is not made again.
         self._group.tolerate_outage()
 
     async def _check_run(self, now: float) -> None:
