@@ -6,8 +6,8 @@ state of the task is queried, and unless it is ``success``, the next try gets th
 `on_starting` starts a thread in the scheduler. It ends the training of a task that has ended, or whose row has
 vanished, while no process of Airflow followed it: the task waited for its retry, or was deferred while no triggerer
 ran. The thread compares rows of the database, so it sees a mark, the end of a DAG run and each kind of deletion alike.
-A training that is followed is ended by its follower, in `tries` or `triggers`. One whose task ended while no scheduler ran, or whose store the
-scheduler cannot reach, is ended by its lease.
+A training that is followed is ended by its follower (`tries`, `triggers`). One whose task ended while no scheduler ran,
+or whose store the scheduler cannot reach, is ended by its lease.
 """
 
 from __future__ import annotations

@@ -209,7 +209,9 @@ def fork_zygote(channel: socket.socket) -> None:
 
     def run() -> None:
         processes.become_subreaper()
-        Zygote(socket.socket(fileno=number), owner, [], import_rest()).run()
+        # The owner may have exited meanwhile.
+        with contextlib.suppress(ProcessLookupError):
+            Zygote(socket.socket(fileno=number), owner, [], import_rest()).run()
 
     number, owner = os.dup(channel.fileno()), peer_of(channel)
     with open(os.devnull) as nothing:
