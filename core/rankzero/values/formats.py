@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import os
 import sys
@@ -61,17 +62,24 @@ def write(value: object, file_format: str, path: str) -> tuple[int, str]:
         _dump(value, file_format, hashed)
         file.flush()
         if file_format != JSON:
-            with pickled.loading(f"a value of type {pickled.type_name(value)} was written, but cannot be read back"):
+            with pickled.reading_back(value):
                 _read(file, file_format)
         # The disk writes while the cores hash.
         digest = hashed.text(functools.partial(os.fsync, file.fileno()))
         return os.fstat(file.fileno()).st_size, digest
 
 
-def write_to(value: object, file_format: str, file: Writable) -> tuple[int, str]:
-    """Writes a value to an open file like `write`, but does not read it back."""
+def write_to(value: object, file_format: str, file: io.BytesIO) -> tuple[int, str]:
+    """Writes a value to an empty file in memory like `write`."""
     hashing = Digest(file)
     _dump(value, file_format, hashing)
+    with pickled.reading_back(value):
+        if file_format == TORCH:
+            # Without the memory of the tensors.
+            file.seek(0)
+            sys.modules["torch"].load(file, map_location="meta", weights_only=True)
+        elif file_format == PICKLE:
+            pickled.unpack(file.getbuffer(), pickled.Loader)
     return hashing.size, hashing.text()
 
 

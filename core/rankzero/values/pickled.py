@@ -234,6 +234,11 @@ def loading(what: str) -> Iterator[None]:
         raise ResultError(f"{what}: {_why(error)}. {do}") from error
 
 
+def reading_back(value: object) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which a written value is loaded, to prove that it can be."""
+    return loading(f"a value of type {type_name(value)} was written, but cannot be read back")
+
+
 def type_name(value: object) -> str:
     """Returns the name of a value's type, with its module."""
     # A user's class may have set these to any object.

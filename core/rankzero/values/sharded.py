@@ -74,7 +74,7 @@ def write_to(state: dict[Any, Any], file: Writable) -> dict[str, Any]:
         The file's ``size``, the ``sha256`` of its index, and the index as the text ``pieces``.
 
     Raises:
-        ResultError: a value cannot be pickled.
+        ResultError: a value cannot be pickled, or not be read back.
     """
     flat, rest = _flat(state)
     metadata, items, planner = _plan({name: tensor for name, tensor in flat.items() if _is_written_here(name, tensor)})
@@ -93,7 +93,10 @@ def write_to(state: dict[Any, Any], file: Writable) -> dict[str, Any]:
         data = tensors.memory_of(tensors.compact(piece).untyped_storage())
         sizes = tuple(item.tensor_data.chunk.sizes)
         metadata.storage_data[item.index] = write(data, sizes, is_sharded(flat[item.index.fqn]))
-    metadata.planner_data = write(b"".join(pickled.pickled(rest)))
+    data = b"".join(pickled.pickled(rest))
+    with pickled.reading_back(rest):
+        pickled.unpack(memoryview(data), pickled.Loader)
+    metadata.planner_data = write(data)
     text = base64.b64encode(zlib.compress(pickle.dumps(metadata), 1)).decode()
     return {"size": size, "sha256": hashlib.sha256(text.encode()).hexdigest(), "pieces": text}
 

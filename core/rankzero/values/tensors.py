@@ -34,7 +34,8 @@ def compact(tensor: torch.Tensor) -> torch.Tensor:
     # These return a tensor itself unless it is a conjugated or negated view.
     tensor = tensor.resolve_conj().resolve_neg()
     available = tensor.untyped_storage().nbytes()
-    if tensor.numel() and not available:
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel() and (tensor.storage_offset() + last + 1) * tensor.element_size() > available:
         # torch would resize the storage and read uninitialized memory.
         raise ResultError(f"the memory of a tensor with the shape {tuple(tensor.shape)} was freed: give its data")
     if tensor.numel() * tensor.element_size() >= available:
