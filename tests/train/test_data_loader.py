@@ -323,6 +323,9 @@ def test_an_order_follows_the_seed_of_the_loaders_generator(as_rank: Any) -> Non
         assert order(used) == order(used) == first, "after a restart, too"
         assert order(used, seed=2) == second
         assert used.initial_seed() == 1
+    batches = BatchSampler(RandomSampler(range(ROWS), generator=used), 4, drop_last=False)
+    orders = [rows_of(rt.prepare_data_loader(DataLoader(Numbers(), batch_sampler=batches))) for _ in range(2)]
+    assert orders[0] == orders[1]
 
 
 class Backwards(SequentialSampler):

@@ -244,8 +244,9 @@ class _ShareOf(IterableDataset[Any]):
     def _drawn(self) -> list[Any]:
         """Returns the order of this epoch, which is the same when training resumes inside the epoch."""
         seed = self._seed + self._epoch
-        if isinstance(getattr(self._source, "generator", None), torch.Generator):
-            self._source.generator = torch.Generator().manual_seed(seed)
+        for part in (self._source, getattr(self._source, "sampler", None)):
+            if isinstance(getattr(part, "generator", None), torch.Generator):
+                part.generator = torch.Generator().manual_seed(seed)
         with torch.random.fork_rng(devices=[]):
             # Unlike torch.manual_seed it leaves the random numbers of GPUs unchanged, such as those of dropout.
             torch.default_generator.manual_seed(seed)
