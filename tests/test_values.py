@@ -221,6 +221,21 @@ def test_a_class_that_was_renamed_is_named(tmp_path: Path, monkeypatch: pytest.M
         ref.load()
 
 
+def test_classes_by_value_are_of_the_version_that_was_written(tmp_path: Path) -> None:
+    program = """
+import cloudpickle, types
+module = sys.modules["notebook"] = types.ModuleType("notebook")
+exec("class Thing:\\n    def version(self): return {version}", module.__dict__)
+cloudpickle.register_pickle_by_value(module)
+value = [module.Thing(), module.Thing()]
+"""
+    refs = [write_elsewhere(program.format(version=version), tmp_path) for version in (1, 2)]
+    for version, ref in enumerate(refs, 1):
+        first, second = ref.load()
+        assert (first.version(), type(first) is type(second)) == (version, True)
+        assert ResultRef.save([first, second], tmp_path).digest == ref.digest
+
+
 def test_a_parallel_model_arrives_as_the_model_inside(launcher: Launcher) -> None:
     def train() -> Any:
         import torch
