@@ -236,6 +236,22 @@ value = [module.Thing(), module.Thing()]
         assert ResultRef.save([first, second], tmp_path).digest == ref.digest
 
 
+def test_a_directory_is_archived_without_what_cannot_be_followed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "checkpoint-3"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "model").write_text("weights")
+    for name, target in (("gone", "missing"), ("inner/loop", ".."), ("self", "self"), ("linked", "model")):
+        (folder / name).symlink_to(target)
+    os.mkfifo(folder / "pipe")
+    (tmp_path / "latest").symlink_to(folder.name)
+    _, digest = formats.write_directory(str(tmp_path / "latest"), str(tmp_path / "tar"))
+    formats.read_directory(str(tmp_path / "tar"), digest, str(tmp_path / "again"))
+    assert sorted(path.name for path in (tmp_path / "again").rglob("*")) == ["inner", "linked", "model"]
+    assert capsys.readouterr().out.count("leaves out") == 4
+
+
 def test_a_parallel_model_arrives_as_the_model_inside(launcher: Launcher) -> None:
     def train() -> Any:
         import torch

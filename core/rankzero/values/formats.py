@@ -18,6 +18,7 @@ import io
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import IO, TYPE_CHECKING, Any
 
 from rankzero.errors import ResultError
@@ -108,10 +109,21 @@ def write_directory(directory: str, path: str) -> tuple[int, str]:
         # Links are followed: their targets may not exist where the checkpoint is opened.
         writing: Any = {"fileobj": sink, "mode": "w|", "dereference": True, "bufsize": _TAR_WRITES}
         with tarfile.open(**writing) as archive:
+            archive.gettarinfo = functools.partial(_entry, archive.gettarinfo)  # type: ignore[method-assign]
             archive.add(directory, arcname=".")
         file.flush()
         os.fsync(file.fileno())
         return sink.size, sink.text()
+
+
+def _entry(read: Callable[..., Any], name: str, *more: Any) -> Any:
+    """Returns the tar entry of a file or folder; None leaves out others, and links to a folder around the link."""
+    inside = os.path.join(os.path.realpath(os.path.dirname(name)), "")
+    is_loop = os.path.islink(name) and inside.startswith(os.path.join(os.path.realpath(name), ""))
+    if not is_loop and (os.path.isfile(name) or os.path.isdir(name)):
+        return read(name, *more)
+    print(f"rankzero: the checkpoint leaves out {name}, which is no file, or a link that cannot be followed")
+    return None
 
 
 def unpack(archive: tarfile.TarFile, target: str | os.PathLike[str]) -> None:
