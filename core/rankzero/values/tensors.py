@@ -126,6 +126,9 @@ def _is_plain(tensor: torch.Tensor, types: dict[int, torch.dtype]) -> bool:
     # torch.save cannot write integers of less than a byte.
     if not is_dense(tensor) or re.fullmatch(r"torch\.u?int[1-7]", str(tensor.dtype)) or vars(tensor):
         return False
+    if tensor.requires_grad and tensor.dtype.itemsize == 1 and type(tensor).__name__ == "Tensor":
+        # torch's function for newer types fails.
+        return False
     # torch.save refuses views of one memory with several types.
     return types.setdefault(tensor.untyped_storage().data_ptr() or -id(tensor), tensor.dtype) == tensor.dtype
 
