@@ -63,8 +63,9 @@ class Reader:
         """Returns the rows of these pieces as one record batch; those of a dataset of one window are kept."""
         import pyarrow as pa
 
-        if self._key in _kept:
-            return _kept[self._key]
+        # Another thread may clear it.
+        if (kept := _kept.get(self._key)) is not None:
+            return kept
         read = []
         last = {self._groups[piece.group][0].location: piece for piece in pieces}
         for piece in pieces:
