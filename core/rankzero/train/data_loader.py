@@ -66,12 +66,12 @@ class PreparedDataLoader(Epochs):
             self.loader.load_state_dict(own)  # type: ignore[attr-defined]
         if not self._skips:
             return iter(self.loader)
-        has_indices = self.loader.batch_sampler is not None and not isinstance(self.loader.dataset, IterableDataset)
-        if not has_indices or hasattr(self.loader, "load_state_dict"):
+        chosen: Any = None if isinstance(self.loader.dataset, IterableDataset) else self.loader.batch_sampler
+        if chosen is None or hasattr(self.loader, "load_state_dict"):
             return islice(self.loader, at.done, None)
         # The rows of the batches that are skipped are not loaded.
         rest = copy.copy(self.loader)
-        _replace(rest, batch_sampler=islice(self.loader.batch_sampler, at.done, None), _iterator=None)
+        _replace(rest, batch_sampler=islice(chosen, at.done, None), _iterator=None)
         return iter(rest)
 
     def state_dict(self) -> dict[str, Any]:
@@ -244,6 +244,7 @@ class _ShareOf(IterableDataset[Any]):
     def _drawn(self) -> list[Any]:
         """Returns the order of this epoch, which is the same when training resumes inside the epoch."""
         seed = self._seed + self._epoch
+        part: Any
         for part in (self._source, getattr(self._source, "sampler", None)):
             if isinstance(getattr(part, "generator", None), torch.Generator):
                 part.generator = torch.Generator().manual_seed(seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import TYPE_CHECKING, Any, Literal
 
 from rankzero.train.context import get_context
@@ -208,7 +208,9 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Opti
     own: Any = get_optimizer_state_dict(model, optimizer)
     mine, saved = ({name: _shapes(part) for name, part in each.get("state", {}).items()} for each in (own, state))
     groups, saved = broadcast_object((state.get("param_groups", []), saved))
-    _compare("moments", _layout(own["param_groups"], mine, saved), _layout(groups, saved, mine))
+    # A parameter that never had a gradient has none.
+    both = mine.keys() & saved.keys()
+    _compare("moments", _layout(own["param_groups"], mine, both), _layout(groups, saved, both))
     if saved:
         given = state if get_context().rank == 0 else {}
         set_optimizer_state_dict(model, optimizer, given, options=_options(loading=True))
@@ -223,11 +225,10 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Opti
                 optimizer.state.pop(parameter, None)
 
 
-def _layout(groups: Any, shapes: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what two states of an optimizer must have in common; a parameter has a state if it had a gradient."""
+def _layout(groups: list[dict[str, Any]], shapes: Mapping[str, Any], both: Set[str]) -> dict[str, Any]:
+    """Returns what the states of an optimizer that are compared must have alike, by parameter."""
     names = [name for group in groups for name in group["params"]]
-    both = {name: shapes.get(name, {}).keys() & others.get(name, {}).keys() for name in names}
-    return {"param_groups": [len(groups)]} | {name: {key: shapes[name][key] for key in both[name]} for name in names}
+    return {"param_groups": [len(groups)]} | {name: shapes[name] if name in both else {} for name in names}
 
 
 def _compare(what: str, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:

@@ -136,19 +136,19 @@ class CheckpointWriter:
 
     def _take(self, value: Any, directory: str | None, facts: dict[str, Any]) -> IO[bytes]:
         """Returns a copy of a checkpoint as an open file, and adds facts about it."""
-        source: Any = io.BytesIO()
+        memory = io.BytesIO()
         if directory is not None:
             # The training function may delete the directory when `report` returns.
             is_distributed = facts["sharded"] and formats.is_distributed(directory)
             facts["format"] = formats.DISTRIBUTED if is_distributed else formats.DIRECTORY
-            source, facts["size"], facts["sha256"] = self._parts.archive(directory)
+            archive, facts["size"], facts["sha256"] = self._parts.archive(directory)
         elif sharding.has_sharded(value):
-            facts |= {"format": formats.SHARDS, **sharding.write_to(value, source)}
+            facts |= {"format": formats.SHARDS, **sharding.write_to(value, memory)}
         else:
             facts["format"] = formats.choose(value)
-            facts["size"], facts["sha256"] = formats.write_to(value, facts["format"], source)
+            facts["size"], facts["sha256"] = formats.write_to(value, facts["format"], memory)
         facts["file"] = f"rank-{self._rank}.{facts['format']}"
-        return source
+        return memory if directory is None else archive
 
     def finish(self) -> None:
         """Waits until all copied checkpoints are written. Raises ResultError if the disk has refused one."""

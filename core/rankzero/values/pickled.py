@@ -36,8 +36,6 @@ _ALIGNMENT = 64
 
 Part = bytes | memoryview
 
-_PARALLEL = "torch.nn.parallel.distributed.DistributedDataParallel"
-
 _INSTEAD = "Return its state (a state_dict, numbers) instead; metrics and logs of a run are kept"
 
 
@@ -104,7 +102,7 @@ def pickler() -> Any:
                     "a value holds a DTensor, of which this rank has only its part: return "
                     "rankzero.train.full_state_dict(model), called on every rank, or give it to report(checkpoint=...)"
                 )
-            if f"{type(obj).__module__}.{type(obj).__name__}" == _PARALLEL:
+            if type_name(obj) == "torch.nn.parallel.distributed.DistributedDataParallel":
                 # The model inside, since the other one needs a process group.
                 return operator.getitem, ((obj.module,), 0)
             return tensors.reduce(obj) or with_qualname(super().reducer_override(obj), obj)

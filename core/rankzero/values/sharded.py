@@ -93,10 +93,10 @@ def write_to(state: dict[Any, Any], file: Writable) -> dict[str, Any]:
         data = tensors.memory_of(tensors.compact(piece).untyped_storage())
         sizes = tuple(item.tensor_data.chunk.sizes)
         metadata.storage_data[item.index] = write(data, sizes, is_sharded(flat[item.index.fqn]))
-    data = b"".join(pickled.pickled(rest))
+    others = b"".join(pickled.pickled(rest))
     with pickled.reading_back(rest):
-        pickled.unpack(memoryview(data), pickled.Loader)
-    metadata.planner_data = write(data)
+        pickled.unpack(memoryview(others), pickled.Loader)
+    metadata.planner_data = write(others)
     text = base64.b64encode(zlib.compress(pickle.dumps(metadata), 1)).decode()
     return {"size": size, "sha256": hashlib.sha256(text.encode()).hexdigest(), "pieces": text}
 
@@ -232,8 +232,8 @@ class ShardedState:
                     filled[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
                 elif name not in filled:
                     raise ResultError(
-                        f"the checkpoint holds {name!r}, which the state to be filled has not: give the states of model "
-                        "and optimizer as torch.distributed.checkpoint.state_dict makes them, or load() whole tensors"
+                        f"the checkpoint holds {name!r}, which the state to be filled has not: give the states of "
+                        "model and optimizer as torch.distributed.checkpoint.state_dict makes them, or load() all"
                     )
         _fill(filled, self._metadata, self._piece)
         return _walk(rest, lambda _, value: filled[value.name] if isinstance(value, Stored) else value)
