@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.channel.conftest import is_dead
 from tests.runs import folder_of
 
 from rankzero import EngineError, Launcher, LocalEngine, RankZeroError, RunCancelledError, RunHandle, WorkerFailedError
+from rankzero.bounds import STOP_MARGIN
 from rankzero.channel import messages
 from rankzero.channel.client import Driver
 from rankzero.channel.connection import Connection
@@ -122,7 +124,7 @@ class Group(AgentGroup):
         hosts, port = config["driver"]
         driver = Driver(hosts, port, config["secret"])
         connection = await driver.find(task, WAIT)
-        keeping = asyncio.create_task(driver.keep(connection, lambda: False))
+        keeping = asyncio.create_task(driver.keep(connection, is_dead))
         version = platform.python_version()
         connection.send(Join("127.0.0.1", "127.0.0.1", f"host-{task}", pid=1, python=version, gpus=[], workers=1))
         try:
@@ -183,7 +185,11 @@ def play(launcher: Launcher, tmp_path: Path) -> Callable[..., Played]:
 
 
 def test_every_rank_finishes_and_the_value_is_rank_0s(play: Callable[..., Played]) -> None:
-    played = play(succeed, succeed)
+    async def clean_up(agent: Agent) -> None:
+        await succeed(agent)
+        await asyncio.sleep(2 * STOP_MARGIN())
+
+    played = play(succeed, clean_up)
     assert (played.value, played.error, played.was_cancelled, played.phases) == (7, None, False, "final")
 
 

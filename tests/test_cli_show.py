@@ -119,8 +119,8 @@ def test_a_damaged_run_is_a_row_and_stays(store: Path) -> None:
 
 
 def test_lines_are_chosen_by_rank_number_and_pattern(store: Path) -> None:
-    shown = rankzero("logs", "last", "--tail", "2", "--rank", "1").stdout
-    assert shown == "line 1\nline 2\n"
+    for more in ((), ("--follow",)):
+        assert rankzero("logs", "last", "--tail", "2", "--rank", "1", *more).stdout == "line 1\nline 2\n"
     assert sorted(rankzero("logs", "last", "--grep", "2$").stdout.splitlines()) == ["[0] line 2", "[1] line 2"]
     assert rankzero("logs", "last", "--rank", "0", "--rank", "1", "-n", "1").stdout.endswith("line 2\n")
     assert "is no regular expression" in rankzero("logs", "last", "--grep", "(").stderr

@@ -90,6 +90,21 @@ def test_a_rank_that_works_alone_never_hangs_and_is_told_of_once(stacks: list[st
     assert hung_at == 0
 
 
+@pytest.mark.parametrize("meanwhile", ["returns", "moves on"])
+def test_a_rank_that_returns_or_moves_on_while_its_stack_is_requested_does_not_hang(meanwhile: str) -> None:
+    hangs = HangWatch(2)
+    hangs.begin(-1e6)
+    hangs.on_beat(0, 0, 0.0)
+    hangs.on_return(1, 0.0)
+    hangs.stacks[0] = Stack(ALL_REDUCE, 0.0)
+    hangs.note_look(RETURNED_NOTICE())
+    now = RETURNED_HANG()
+    assert hangs.waits_for_returned(now)
+    hangs.on_return(0, now) if meanwhile == "returns" else hangs.on_beat(0, 1, now)
+    hangs.note_look(now + 1.0)
+    assert not hangs.waits_for_returned(now + 1.0)
+
+
 def test_nothing_is_told_while_there_is_progress_or_before_or_after_the_return() -> None:
     assert watch([ALL_REDUCE], progress_every=RETURNED_NOTICE() - 1) == ([], 0.0)
     hangs = HangWatch(2)

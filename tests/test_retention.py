@@ -11,7 +11,8 @@ import fsspec
 import pytest
 from tests.runs import job, submitted
 
-from rankzero import InvalidJobError, store
+from rankzero import InvalidJobError, RunHandle, RunNotFoundError, store
+from rankzero.data.manifest import FILE, Manifest, to_bytes
 from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.retention import ABANDONED, HALF_REMOVED, REMOVAL_CLAIM_TIMEOUT, collect
 from rankzero.run.status import RunStatus
@@ -42,9 +43,9 @@ def make_run(root: str, run_id: str, status: RunStatus, **facts: Any) -> Submiss
     return own
 
 
-def begin(root: str, run_id: str) -> Submission:
+def begin(root: str, run_id: str, **facts: Any) -> Submission:
     """A directory whose submitter died before its claim."""
-    own = Submission(RunDirectory(store.join(root, run_id)), job(run_id=run_id))
+    own = Submission(RunDirectory(store.join(root, run_id)), job(run_id=run_id, **facts))
     own.write_files({"payload.pkl": [b"p"]})
     return own
 
@@ -71,6 +72,7 @@ def test_only_old_runs_that_ended_are_removed(root: str) -> None:
     make_run(root, "dead", RunStatus(state="running", heartbeat=OLD, driver_host="elsewhere", driver_pid=1))
     make_run(root, "dead-lately", RunStatus(state="running", heartbeat=YOUNG, driver_host="elsewhere", driver_pid=1))
     make_run(root, "live", RunStatus(state="running", heartbeat=time.time(), driver_host="elsewhere", driver_pid=1))
+    store.write_bytes(make_run(root, "emptied", RunStatus(state="running")).path("status.json"), b"")
     store.make_directory(store.join(root, "digits-data"))
     store.write_bytes(store.join(root, "digits-data", "a.torch"), b"data")
     store.write_bytes(store.join(root, "notes.txt"), b"mine")
@@ -90,17 +92,17 @@ def test_only_old_runs_that_ended_are_removed(root: str) -> None:
         store.make_directory(location.rpartition("/")[0])
         store.write_bytes(location, text.encode())
     begin(root, "half-run")
-    others = ["digits-data", "huggingface", "notes.txt", "project", "service", "half-run"]
+    others = ["digits-data", "huggingface", "notes.txt", "project", "service", "half-run", "emptied"]
 
     would = collect(root, MONTH, dry_run=True)
-    assert len(names(root)) == 13, "a dry run removes nothing"
+    assert len(names(root)) == 14, "a dry run removes nothing"
     done = collect(root, MONTH)
 
     gone = ["dead", "old-cancelled", "old-failed", "old-succeeded"]
     assert [removed.directory.rsplit("/", 1)[-1] for removed in done.removed] == gone
     assert [removed.state for removed in done.removed] == ["failed", "cancelled", "failed", "succeeded"]
     assert replace(done, dry_run=True) == would
-    assert done.kept == 3
+    assert done.kept == 4
     assert done.problems == {}
     assert done.size == sum(removed.size for removed in done.removed)
     assert all(removed.size > 1100 for removed in done.removed)
@@ -118,15 +120,20 @@ def test_only_old_runs_that_ended_are_removed(root: str) -> None:
         ]
 
 
-def test_a_directory_in_which_a_submission_was_only_begun_goes_when_it_is_old(root: str) -> None:
-    own = begin(root, "abandoned")
+@pytest.mark.parametrize("removed_before", [False, True])
+def test_a_directory_in_which_a_submission_was_only_begun_goes_when_it_is_old(root: str, removed_before: bool) -> None:
+    if removed_before:
+        make_run(root, "abandoned", ended(OLD))
+        collect(root, MONTH)
+    own = begin(root, "abandoned", submission=2 * removed_before)
     folder = own.new_dataset("train")
     store.make_directory(folder)
     store.write_bytes(store.join(folder, "_token"), b"x")
-    assert collect(root, MONTH).kept == 1
+    young = collect(root, MONTH)
+    assert (young.removed, young.kept) == ([], 1)
     (removed,) = collect(root, MONTH, now=NOW + MONTH + DAY).removed
     assert removed.state == ABANDONED
-    assert own.run.names() == ["0.json"]
+    assert own.run.names() == [f"{2 * removed_before}.json"]
     collect(root, MONTH, now=NOW + 2 * MONTH)
     assert names(root) == []
 
@@ -138,6 +145,20 @@ def test_garbage_of_a_submitter_that_lost_its_number_goes(root: str) -> None:
     collect(root, MONTH)
     assert lost.name not in run.names()
     assert next_one.name in run.names(), "it may be being written"
+
+
+def test_a_replaced_submission_whose_rows_nobody_reads_goes_and_its_handle_finds_no_run(root: str) -> None:
+    first = make_run(root, "one", ended(OLD, "failed"))
+    computed = make_run(root, "one", ended(OLD), submission=1)
+    last = make_run(root, "one", ended(YOUNG), submission=2, files={FILE: {}})
+    # A training from scratch whose rows are those of the one before reads them where they are.
+    rows = Manifest("", (), 0, "digest", folder=computed.new_dataset("train"))
+    store.write_bytes(last.path(FILE), to_bytes({"train": rows}))
+    handle = RunHandle[Any](first.run.directory, job=first.job)
+    assert handle.status().state == "failed"
+    assert [removed.directory for removed in collect(root, MONTH).replaced] == [first.directory]
+    with pytest.raises(RunNotFoundError, match="was removed"):
+        handle.status()
 
 
 def test_a_driver_that_comes_back_finds_the_end(root: str) -> None:

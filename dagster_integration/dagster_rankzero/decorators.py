@@ -223,9 +223,7 @@ def torch_distributor_op(
         'train'
     """
     changes = collect_changes(options, num_processes=num_processes)
-    outs = op_arguments.get("out")
-    declared = [*outs.values()] if isinstance(outs, Mapping) else [outs]
-    if len(declared) > 1:
+    if isinstance(outs := op_arguments.get("out"), Mapping) and len(outs) > 1:
         raise dg.DagsterInvalidDefinitionError(
             "torch_distributor_op makes one output, rank 0's value: for several, write an op that calls "
             "TorchDistributorResource.run"
@@ -235,6 +233,8 @@ def torch_distributor_op(
         return cast(dg.OpDefinition, _make(dg.op, function, changes, resource_key, op_arguments, take_single))
 
     if train is None or callable(train):
+        if args:
+            raise dg.DagsterInvalidDefinitionError("args are for a program: the parameters of a function are inputs")
         return decorate if train is None else decorate(train)
     words, program = [os.fspath(train)] if isinstance(train, (str, os.PathLike)) else list(train), train
     folder = os.path.dirname(sys._getframe(1).f_globals.get("__file__", ""))

@@ -153,9 +153,9 @@ def observe(context: Any, metrics: Mapping[str, Any]) -> Iterator[dg.AssetObserv
 
 
 def check_single(context: Any) -> None:
-    """Raises dagster.Failure before a training whose step makes several assets."""
-    keys = context.assets_def.keys if isinstance(context, dg.AssetExecutionContext) and outputs_of(context) else ()
-    if len(keys) > 1:
+    """Raises dagster.Failure before a training whose step makes several assets, also if only one is selected."""
+    specs = context.assets_def.specs if isinstance(context, dg.AssetExecutionContext) and outputs_of(context) else ()
+    if len(keys := [spec.key for spec in specs]) > 1:
         raise dg.Failure(
             f"the step makes the assets {', '.join(sorted(key.to_user_string() for key in keys))}, and a training has "
             "one result: use torch_multi_asset, which gives each asset its part of what rank 0 returns; or "

@@ -44,6 +44,10 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.01)
 
 
+async def is_dead() -> bool:
+    return False
+
+
 @dataclass
 class Agent:
     """The agent's end of a channel: what it received, and why it has ended."""
@@ -65,7 +69,7 @@ class Serving:
         self.offered = directory / "offered"
         self.offered.write_bytes(os.urandom((3 << 20) + 3))
         self.identity = identity
-        served = {"payload": str(self.offered), "missing": str(directory / "missing")}
+        served = {"payload": str(self.offered), "missing": str(directory / "missing"), "long": "/long" * 2000}
         tls = identity.context if identity else None
         options = {"served": served, "digests": {"payload": "x"}, "directory": str(directory), "tls": tls, **options}
         self.server = Server(self.secret, self.received, **options)
@@ -79,7 +83,7 @@ class Serving:
         place = list(hosts or [self.host]), port or self.port
         return Driver(*place, secret or self.secret, certificate, limits)
 
-    async def agent(self, task: int = 0, driver: Driver | None = None, *, lives: Any = lambda: False) -> Agent:
+    async def agent(self, task: int = 0, driver: Driver | None = None, *, lives: Any = is_dead) -> Agent:
         """Connects an agent, which reads until its connection ends."""
         driver = driver or self.driver()
         agent = Agent(driver, await driver.find(task, TIMEOUT))

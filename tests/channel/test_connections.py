@@ -123,7 +123,11 @@ def test_an_agent_waits_for_a_silent_driver_whose_process_lives(tmp_path: Path) 
     async def main() -> None:
         async with serving(tmp_path, limits=Limits(ping=0.1, silence=60.0)) as served, proxied(served) as (proxy, port):
             lives = True
-            agent = await served.agent(driver=served.driver(port=port), lives=lambda: lives)
+
+            async def driver_lives() -> bool:
+                return lives
+
+            agent = await served.agent(driver=served.driver(port=port), lives=driver_lives)
             proxy.silence()
             await asyncio.sleep(2 * QUICK.silence)
             assert agent.ended is None
@@ -147,20 +151,18 @@ def test_a_driver_that_stood_still_loses_no_agent(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_driver_that_fails_on_a_message_gets_the_next(tmp_path: Path) -> None:
+def test_an_agent_on_whose_message_the_driver_fails_is_lost_with_the_reason(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path) as served:
-            got: list[Message] = []
 
             def on_message(task: int, local_rank: int | None, message: Message) -> None:
-                got.append(message)
                 raise RuntimeError("a fault of the driver")
 
             served.received.on_message = on_message
             agent = await served.agent()
             agent.connection.send(Beat(1), 0)
-            agent.connection.send(Beat(2), 0)
-            await until(lambda: got == [Beat(1), Beat(2)])
+            await until(lambda: served.received.ended and agent.ended)
+            assert "a fault of the driver" in served.received.ended[0]
 
     asyncio.run(main())
 
@@ -173,11 +175,29 @@ def test_lines_wait_in_the_agent_while_the_driver_takes_none(tmp_path: Path) -> 
             for _ in range(64):
                 agent.connection.send(Log(["x" * (1 << 20)]), 0)
             await asyncio.sleep(0.5)
-            assert len(served.received.messages) == 1
+            assert served.received.messages == []
             assert agent.connection.unsent > 32 << 20
             served.received.has_room.set()
             await until(lambda: len(served.received.messages) == 64)
             await until(lambda: agent.connection.unsent == 0)
+
+    asyncio.run(main())
+
+
+def test_a_driver_that_takes_lines_slowly_loses_no_agent(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            agent = await served.agent()
+
+            async def room() -> None:
+                await asyncio.sleep(QUICK.silence / 4)
+
+            served.received.room = room
+            for _ in range(20):
+                agent.connection.send(Log(["x"]), 0)
+            agent.connection.send(Beat(1), 0)
+            await until(lambda: (0, 0, Beat(1)) in served.received.messages or served.received.ended)
+            assert served.received.ended == {}
 
     asyncio.run(main())
 

@@ -33,7 +33,12 @@ def test_files_go_both_ways_whole_and_together_with_messages(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("missing", "missing: FileNotFoundError"), ("other", "no such file is offered"), ("../x", "no such")],
+    [
+        ("missing", "missing: FileNotFoundError"),
+        ("other", "no such file is offered"),
+        ("../x", "no such"),
+        ("long", "^/long/long"),
+    ],
 )
 def test_a_file_that_cannot_be_had_is_refused_with_the_reason(tmp_path: Path, name: str, why: str) -> None:
     async def main() -> None:

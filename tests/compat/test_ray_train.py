@@ -224,6 +224,9 @@ def test_a_checkpoint_is_rank_0s_or_has_the_files_of_all_workers(fit: FitsLoop, 
     assert result.return_value == [expected] * 2
     with pytest.raises(TrainingFailedError, match="rank 1 reported a checkpoint, and rank 0 none: report one"):
         fit(of_each_worker, {"ranks": [1], "sharded": sharded})
+    if not sharded:
+        with pytest.raises(TrainingFailedError, match=r"rank 0's checkpoint lacks model-rank=1\.pt of other ranks"):
+            fit(of_each_worker, {"ranks": [0, 1], "sharded": sharded})
 
 
 def test_a_trainer_is_a_training_for_any_launcher(tmp_path: Path) -> None:

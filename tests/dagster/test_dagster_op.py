@@ -94,3 +94,8 @@ def test_a_reference_to_a_function_is_an_op(resources: dict[str, object]) -> Non
 def test_several_outputs_are_refused_when_the_op_is_made() -> None:
     with pytest.raises(dg.DagsterInvalidDefinitionError, match="makes one output"):
         torch_distributor_op("train.py", out={"model": dg.Out(), "loss": dg.Out()})
+
+
+def test_arguments_of_a_program_are_refused_for_a_function() -> None:
+    with pytest.raises(dg.DagsterInvalidDefinitionError, match="args are for a program"):
+        torch_distributor_op(print, args=["--epochs", "3"])

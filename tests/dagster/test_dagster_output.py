@@ -39,15 +39,17 @@ def materialized(result: dg.ExecuteInProcessResult) -> list[str]:
 
 
 @pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("selection", [None, ["model"]])
 def test_several_assets_are_refused_before_the_training(
-    body: Body, resources: dict[str, object], tmp_path: Path
+    body: Body, selection: list[str] | None, resources: dict[str, object], tmp_path: Path
 ) -> None:
     multi = dg.multi_asset(
         outs={"model": dg.AssetOut(), "metrics": dg.AssetOut()},
         name="multi",
+        can_subset=True,
         retry_policy=dg.RetryPolicy(max_retries=1),
     )(body)
-    result = dg.materialize([multi], resources=resources, raise_on_error=False)
+    result = dg.materialize([multi], selection=selection, resources=resources, raise_on_error=False)
     description, _ = failure_of(result, "multi")
     assert "the assets model, metrics" in description or "the assets metrics, model" in description
     assert "torch_multi_asset" in description

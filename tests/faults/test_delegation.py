@@ -133,7 +133,8 @@ def test_the_submitter_drives_a_run_whose_stage_fails_before_its_driver_has_clai
     assert not run.followed.result(WAIT)
     # The driver of a stage that was thought to have failed finds the submission claimed.
     assert not run.own.claim_driver()
-    assert run.lines() == ["rankzero: the run is driven from this host, not in its stage: an executor refuses ***"]
+    lines = until(run.lines, WAIT, "a line, which a thread writes")
+    assert lines == ["rankzero: the run is driven from this host, not in its stage: an executor refuses ***"]
 
 
 def cancel(run: Submitted) -> None:

@@ -189,6 +189,22 @@ def test_lines_wait_on_disk_in_order(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_lines_that_were_spooled_before_the_driver_was_found_are_sent(tmp_path: Path) -> None:
+    async def main() -> None:
+        connection, outbox = SlowConnection(), Outbox(str(tmp_path))
+        pump = asyncio.create_task(outbox.pump())
+        outbox.send_lines(0, ["early"])
+        await asyncio.sleep(0)
+        outbox.attach(connection)  # type: ignore[arg-type]
+        async with asyncio.timeout(WAIT):
+            while outbox.waiting:
+                await asyncio.sleep(0.01)
+        assert connection.lines == ["early"]
+        pump.cancel()
+
+    asyncio.run(main())
+
+
 def test_what_was_sent_is_released_from_the_disk(tmp_path: Path) -> None:
     lines = ["x" * 1000] * 5000
 

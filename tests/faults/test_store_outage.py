@@ -21,7 +21,7 @@ from tests.conftest import until, wait_until_gone
 from tests.faults import kit
 from tests.faults.trainings import HOLD_AT, LOOK, STEPS, expected, note, train
 
-from rankzero import Launcher, RetryableError, RunCancelledError, RunHandle, WorkerFailedError
+from rankzero import Launcher, ResultError, RetryableError, RunCancelledError, RunHandle, WorkerFailedError
 from rankzero.run import observer
 from rankzero.run.directory import RunDirectory
 from rankzero.store import files
@@ -132,6 +132,19 @@ def test_a_value_that_was_on_its_way_when_the_run_was_ended_is_the_result_and_st
     handle = RunHandle.attach(f"memory://{tmp_path.name}/run")
     assert handle.status().state == "succeeded"
     assert handle.result() == train(1 << 14)
+
+
+def test_a_value_that_the_store_never_takes_ends_the_run(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stall = Stall(r"/result/value-")
+    monkeypatch.setattr(files, "filesystem_of", stall.filesystem)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.01")
+    launcher = launcher.options(store=f"memory://{tmp_path.name}", run_id="run", num_processes=1)
+    stall.begin()
+    with pytest.raises(ResultError, match="does not answer"):
+        launcher.run(lambda: b"a value" * (1 << 14))
+    stall.end()
 
 
 def fail_when_told(folder: str) -> None:

@@ -109,6 +109,17 @@ def test_ranks_that_are_not_asked_for_are_silent_unless_they_fail(run: Submissio
     assert lines(follow(run, ranks=[0]), run, status(failed_rank=0)) == ["[0] new 0"]
 
 
+def test_a_follower_renews_the_lease_also_while_it_shows_lines_or_none(run: Submission) -> None:
+    own = submitted(run.run.directory, submission=2, orphan_timeout=1e-9)
+    assert lines(follow(own, ranks=[]), own, status()) == []
+    lease = own.lease()
+    assert lease
+    Path(own.path("lines")).write_text("[0] one\n" * 3)
+    for _ in follow(own).poll():
+        before, lease = lease, own.lease()
+        assert lease != before
+
+
 def test_a_follower_skips_what_it_is_too_far_behind(run: Submission, monkeypatch: pytest.MonkeyPatch) -> None:
     line = len("[1] line 000\n")
     monkeypatch.setattr(followers, "BEHIND_BYTES", 5 * line)

@@ -122,19 +122,22 @@ def test_more_than_can_wait_is_refused(location: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("start", "most", "begin"),
     [
-        (Position(0, 0, 2), 8, None),
+        (Position(0, 0, 2), 30, None),
         (Position(0, 1, 0), 8, None),
-        (Position(0, 0, 2), 6, Position(0, 1, 0)),
+        (Position(0, 0, 2), 8, Position(0, 0, 19)),
+        (Position(0, 0, 2), 6, Position(0, 1, 1)),
         (Position(0, 0, 2), 5, Position(0, 2, 0)),
         (Position(0, 0, 2), 1, Position(0, 2, 4)),
         (Position(0, 2, 1), 3, Position(0, 2, 2)),
     ],
 )
 def test_the_last_bytes_of_a_stream_begin_in_whatever_piece(
-    start: Position, most: int, begin: Position | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Position, most: int, begin: Position | None, location: str
 ) -> None:
-    monkeypatch.setattr(growing, "PIECE", 2)
-    stream = stream_of(f"memory://{tmp_path.name}/stream")
+    # One flush may write any number of bytes.
+    for number, size in enumerate((20, 2, 5)):
+        store.write_bytes(f"{location}/{number:08}", bytes(size))
+    stream = stream_of(location)
     stream.position = start
     assert stream.skip(Position(0, 2, 5), most) is (begin is not None)
     assert stream.position == (begin or start)

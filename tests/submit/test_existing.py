@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,13 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 from tests.conftest import until
 from tests.identities import identity_by
 from tests.runs import submitted
 from tests.submit.test_durable import Try
 
-from rankzero import EngineError, Launcher, RunCancelledError
+from rankzero import EngineError, InvalidJobError, Launcher, RunCancelledError
 from rankzero.host.processes import describe_process
 from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.identity import Identity
@@ -99,6 +101,30 @@ def test_a_try_follows_the_submission_that_came_while_it_computed_a_checksum(
         own = opened.handle.own
         own.write_status(replace(own.status(), state="succeeded", **value))
         assert opened.handle.result() == 7
+
+
+def test_a_run_whose_newest_folder_was_deleted_goes_on(single: Launcher, run: RunDirectory) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as owner:
+        gone = describe_process(owner.pid)
+    submit(run, identity_by(single, len, (Slow(),), {}), 1, RunStatus("running"), gone)
+    shutil.rmtree(run.current().directory)
+    assert single.submit(len, Slow()).result() == 4
+
+
+@pytest.mark.parametrize(("name", "is_folder"), [("datasets.json", True), ("checkpoints", False)])
+def test_a_store_that_fails_while_the_next_submission_is_made_is_named(
+    single: Launcher, run: RunDirectory, tmp_path: Path, name: str, is_folder: bool
+) -> None:
+    rows = tmp_path / "rows.parquet"
+    pandas.DataFrame({"x": [1]}).to_parquet(rows)
+    place = Path(run.current().path(name))
+    if is_folder:
+        place.mkdir()
+    else:
+        place.rmdir()
+        place.touch()
+    with pytest.raises(InvalidJobError, match=f"store cannot be .*{name}"):
+        single.options(dataset=str(rows)).submit(len, Slow())
 
 
 @pytest.fixture

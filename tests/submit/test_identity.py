@@ -223,6 +223,10 @@ VALUES: dict[str, Callable[[], tuple[Any, Any, list[Any]]]] = {
     "subclass": lambda: (NUMBERS.repeat(2)[2:].as_subclass(Tagged), NUMBERS.as_subclass(Tagged), [NUMBERS]),
     "attribute": lambda: (tagged("m"), tagged("m"), [tagged("s"), torch.ones(2)]),
     "hooks": lambda: (hooked(print), hooked(print), [hooked(print_it)]),
+    "named hooks": lambda: (
+        *(types.SimpleNamespace(eval_hooks={"a": 1}) for _ in "12"),
+        [types.SimpleNamespace(eval_hooks={"b": 1})],
+    ),
     "frame": lambda: (frame(), frame(is_used=True), [frame(0.25), frame().rename_axis("id"), frame().iloc[:1]]),
     "dates": lambda: (dates(), dates(is_used=True), [dates("2024-01-04"), dates(tz="Europe/Berlin"), dates(name="at")]),
     "moment": lambda: (pandas.Timestamp(0), pandas.Timestamp(0), [pandas.Timestamp(1), pandas.NaT]),
@@ -646,6 +650,7 @@ def test_the_data_files_of_a_package_count(package: Path) -> None:
         "for name in ALL:\n    importlib.import_module(name)\n",
         "for name in ALL:\n    importlib.import_module('.' + name, __package__)\n",
         "def get(name):\n    return pydoc.locate(name)\n",
+        "__all__ = ['small']\nfrom . import *\n",
     ],
 )
 def test_modules_count_that_a_registry_imports_by_a_computed_name(package: Path, registry: str) -> None:

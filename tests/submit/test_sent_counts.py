@@ -10,6 +10,7 @@ import secrets
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,15 @@ def test_a_text_that_names_a_module_counts_with_its_package(package: Path, text:
     assert compare(before, after).differing == (f"module {package.name}.other",)
 
 
+def test_a_module_of_one_word_counts_that_an_argument_names(package: Path) -> None:
+    text = "import importlib\ndef train(name):\n    return importlib.import_module(name).VERSION\n"
+    own, job = (write(package.parent / f"{package.name}_{name}.py", text) for name in ("own", "job"))
+    for number, train in enumerate((defined(text), load_module(job.stem).train)):
+        before = identity_of(train, (own.stem,), {}, 1)
+        write(own, f"VERSION = {number}\n")
+        assert compare(before, identity_of(train, (own.stem,), {}, 1)).differing == (f"module {own.stem}",)
+
+
 def test_names_in_a_pickle_that_no_user_has_written_name_no_package(package: Path) -> None:
     load_module(f"{package.name}.models")
     write(package / "errors.py", "class Flaky(Exception):\n    pass\n")
@@ -193,6 +203,14 @@ def test_a_file_in_another_encoding_counts_by_its_bytes(package: Path) -> None:
     train = defined(f"def train():\n    import {package.name}.models\n")
     (package / "models.py").write_bytes("\n\n\nNAME = 'größe'\n".encode("latin-1"))
     assert f"module {package.name}.models" in dict(identity_of(train, (), {}, 1).parts)
+
+
+def test_a_source_that_python_warns_of_counts_with_what_it_imports(package: Path) -> None:
+    write(package / "models.py", "from . import other\nif 1 is 1:\n    pass\n")
+    script = write(package.parent / "train.py", f"import {package.name}.models\nif 1 is 1:\n    pass\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert f"module {package.name}.other" in dict(identity_of(str(script), (), {}, 1).parts)
 
 
 def test_a_text_that_is_the_name_of_a_folder_sends_no_folder(package: Path) -> None:
@@ -272,7 +290,8 @@ def test_a_function_of_a_dag_file_counts_by_its_source_and_what_it_refers_to(
 
 
 def test_a_function_counts_by_its_source_whatever_python_makes_of_it(dag: Callable[[str], Any]) -> None:
-    module = dag(TASK.replace("return x * RATE", '"""Scales."""\n    assert x\n    return x * RATE'))
+    with pytest.warns(SyntaxWarning):
+        module = dag(TASK.replace("return x * RATE", '"""Scales."""\n    assert x is not 9\n    return x * RATE'))
     program = "from tests.identities import identity_of\n"
     program += f"import {module.__name__} as dag\nprint(identity_of(dag.train, (1,), {{}}, 1).digest)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -283,7 +302,9 @@ def test_a_function_counts_by_its_source_whatever_python_makes_of_it(dag: Callab
         # Without assertions and texts: like another version of Python, it makes other instructions of the source.
         for flags in ([], ["-OO"])
     }
-    assert digests == {identity_of(module.train, (1,), {}, 1).digest + "\n"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert digests == {identity_of(module.train, (1,), {}, 1).digest + "\n"}
 
 
 def test_code_counts_that_its_file_no_longer_has(dag: Callable[[str], Any], tmp_path: Path) -> None:

@@ -203,10 +203,10 @@ def test_what_may_hold_secrets_stays(project: Path, caplog: pytest.LogCaptureFix
     assert "acme/deep/credentials, acme/deep/secret, acme/secrets, acme/webserver_config.py do" in caplog.text
 
 
-@pytest.mark.parametrize("condition", ["TYPE_CHECKING", "typing.TYPE_CHECKING"])
+@pytest.mark.parametrize("condition", ["TYPE_CHECKING:", "typing.TYPE_CHECKING:", "TYPE_CHECKING:" + 199 * " typing;"])
 def test_a_module_that_imports_an_orchestrator_for_type_checkers_alone_travels(project: Path, condition: str) -> None:
     imports = "import typing\nfrom typing import TYPE_CHECKING\n"
-    write(project / "job.py", f"{imports}if {condition}:\n    from airflow.sdk import Context\ndef train(): pass\n")
+    write(project / "job.py", f"{imports}if {condition} from airflow.sdk import Context\ndef train(): pass\n")
     assert files_of(pack.build(load_module("job").train, (), {})) == {"job.py"}
 
 

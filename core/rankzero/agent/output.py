@@ -74,6 +74,7 @@ class Outbox:
         for line in self._early:
             connection.write(line)
         self._early.clear()
+        self._has_spooled.set()
 
     def send(self, message: Message, local_rank: int | None = None) -> None:
         """Sends a message of the agent, or of one of its ranks."""

@@ -1,6 +1,6 @@
 """The agent's main loop: starts the workers of one task, forwards their messages and output, and ends them.
 
-One event loop and one thread. The agent ends when the driver asks for it, when the driver is
+One event loop, and one thread that reads large files. The agent ends when the driver asks for it, when the driver is
 lost for good, or when the task process that started it has exited (end of file on standard input, and a pidfd where
 there is one). It always ends every descendant. The driver's `Assign` numbers the ranks; until then they import torch.
 """
@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -40,6 +41,7 @@ from rankzero.host.processes import (
     watcher_of,
 )
 from rankzero.host.usage import UsageSampler
+from rankzero.threads import ActionThread, reply_of
 
 
 class Agent:
@@ -55,6 +57,7 @@ class Agent:
         self._ranks = [Rank(local_rank, config, self._outbox) for local_rank in range(config["workers"])]
         self._caller_lives = watcher_of(config.get("caller"))
         self._inputs: Inputs | None = None
+        self._reader = ActionThread("rankzero-inputs")
         self._tasks: set[asyncio.Task[None]] = set()
         self.lost: str | None = None
         """The reason for which the connection to the driver has ended."""
@@ -89,7 +92,14 @@ class Agent:
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        """Ends the agent with the error of a task that failed."""
+        self._tasks.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            traceback.print_exception(error)
+            sys.exit(f"on {socket.gethostname()}: {type(error).__name__}: {error}")
 
     # -- the driver ----------------------------------------------------------------------------
 
@@ -123,9 +133,10 @@ class Agent:
         self._ending.stop()
         self._ending.release()
 
-    def _driver_lives(self) -> bool:
+    async def _driver_lives(self) -> bool:
         """Returns True while a silent driver lives and has the run: it may have been stopped, and another submitted."""
-        return self._caller_lives() and not (self._inputs and self._inputs.is_ended())
+        inputs = self._inputs
+        return self._caller_lives() and (inputs is None or not await reply_of(self._reader.submit(inputs.is_ended)))
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, messages.Assign):
@@ -150,8 +161,9 @@ class Agent:
             self._ending.await_exits()
 
     async def _start(self, assigned: messages.Assign) -> None:
-        """Gets the files of the ranks, and gives the ranks their work."""
-        inputs = self._inputs = Inputs(assigned, self._driver.digests, self._config["scratch"])
+        """Gets the files of the ranks, and gives the ranks their work. A thread reads files, which may be large."""
+        digests, scratch = self._driver.digests, self._config["scratch"]
+        inputs = self._inputs = await reply_of(self._reader.submit(lambda: Inputs(assigned, digests, scratch)))
         for name, path in inputs.missing.items():
             try:
                 await self._driver.fetch(name, path)
@@ -161,7 +173,7 @@ class Agent:
                 self._ranks[0].send(messages.Failed(time.time(), exception_type=kind, message=text, exit_code=1))
                 return
         try:
-            common = inputs.message(self._config["ports"])
+            common = await reply_of(self._reader.submit(lambda: inputs.message(self._config["ports"])))
         except InputError as error:
             sys.exit(f"on {socket.gethostname()}: {error}")
         self._ranks[0].output.add(self._config["notes"])

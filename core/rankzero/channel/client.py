@@ -11,7 +11,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -120,7 +120,7 @@ class Driver:
             raise
         return connection
 
-    async def keep(self, connection: Connection, driver_lives: Callable[[], bool]) -> None:
+    async def keep(self, connection: Connection, driver_lives: Callable[[], Awaitable[bool]]) -> None:
         """Sends signs of life, and ends the connection to a driver that sends none. Never returns.
 
         Args:
@@ -133,7 +133,7 @@ class Driver:
             connection.send(Ping())
             await asyncio.sleep(self.limits.ping)
             now = time.monotonic()
-            if now - before > 2 * self.limits.ping or (connection.is_silent(now) and driver_lives()):
+            if now - before > 2 * self.limits.ping or (connection.is_silent(now) and await driver_lives()):
                 connection.received_at = now
             if connection.is_silent(now):
                 connection.abort(f"nothing was received from the driver for {now - connection.received_at:.0f} s")

@@ -169,8 +169,10 @@ class Connection:
         """Waits until few bytes are unsent. Raises OSError if the connection has ended."""
         await self._writer.drain()
 
-    async def messages(self) -> AsyncIterator[tuple[Message, int | None]]:
-        """Yields each message with the local rank of its sender, until the connection ends.
+    async def messages(
+        self, room: Callable[[], Awaitable[None]] | None = None
+    ) -> AsyncIterator[tuple[Message, int | None]]:
+        """Yields each message with the local rank of its sender, until the connection ends. Awaits ``room`` between.
 
         Raises:
             OSError, MessageError: the connection broke, or what arrived is no message.
@@ -181,6 +183,9 @@ class Connection:
             for message, local_rank in decoder.feed(data):
                 if not isinstance(message, Ping):
                     yield message, local_rank
+            if room:
+                await room()
+                self.received_at = time.monotonic()
 
     def is_silent(self, now: float) -> bool:
         """Returns True if nothing was received for `Limits.silence`."""

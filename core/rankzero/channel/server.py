@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from rankzero import bounds, store
-from rankzero.channel.connection import CHUNK, READ_SIZE, ChannelError, Connection, Limits, write_all
-from rankzero.channel.messages import Bye, Log, Message, MessageError, Ping
+from rankzero.channel.connection import CHUNK, LINE_LIMIT, READ_SIZE, ChannelError, Connection, Limits, write_all
+from rankzero.channel.messages import Bye, Message, MessageError, Ping
 from rankzero.host.network import BACKLOG
 from rankzero.threads import ActionThread, reply_of
 
@@ -183,18 +183,16 @@ class Server:
         self._agents[task] = connection
         why: str | None = "its connection was closed"
         try:
-            async for message, local_rank in connection.messages():
+            async for message, local_rank in connection.messages(self._receiver.room):
                 if isinstance(message, Bye):
                     why = None
                     break
-                try:
-                    self._receiver.on_message(task, local_rank, message)
-                except Exception:
-                    logger.exception("the driver failed on %s of the agent of task %d", message, task)
-                if isinstance(message, Log):
-                    await self._receiver.room()
+                self._receiver.on_message(task, local_rank, message)
         except (OSError, MessageError) as error:
             why = str(error) or type(error).__name__
+        except Exception as error:
+            logger.exception("the driver failed on a message of the agent of task %d", task)
+            why = f"the driver failed on a message of it: {type(error).__name__}: {error}"
         finally:
             del self._agents[task]
             self._receiver.on_end(task, why and (connection.reason or why))
@@ -210,9 +208,7 @@ class Server:
             connection.write(b"no such file is offered\n")
         # Drivers of object stores raise exceptions of their own types. The agent receives any of them as text.
         except Exception as error:
-            connection.write(
-                f"{location}: {type(error).__name__}: {error}".encode()[:CHUNK].replace(b"\n", b" ") + b"\n"
-            )
+            connection.write(_answer(f"{location}: {type(error).__name__}: {error}"))
         else:
             connection.write(b"ok %d\n" % size)
             try:
@@ -226,8 +222,8 @@ class Server:
     async def _take(self, name: str, size: int, connection: Connection) -> None:
         """Receives a file. Its disk may hang or be full, so it is written in a thread."""
         path = os.path.join(self._directory, f"{UPLOAD}{name}")
-        if not name or name.startswith(".") or os.sep in name or "\0" in name:
-            raise ChannelError(f"{name!r} is no plain file name")
+        if not name or name.startswith(".") or os.sep in name or "\0" in name or size < 0:
+            raise ChannelError(f"{name!r} is no plain file name, or {size} no size")
         thread, problem = ActionThread("rankzero-files"), "the driver has ended"
         try:
             connection.write(b"ok\n")
@@ -245,4 +241,8 @@ class Server:
             if problem:
                 thread.submit(partial(os.unlink, path))
             thread.end()
-        connection.write((problem or "ok").encode().replace(b"\n", b" ") + b"\n")
+        connection.write(_answer(problem or "ok"))
+
+
+def _answer(text: str) -> bytes:
+    return text.encode()[: LINE_LIMIT - 1].replace(b"\n", b" ") + b"\n"

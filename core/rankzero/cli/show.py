@@ -23,8 +23,9 @@ from rankzero.report.summary import usage
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.listing import UNKNOWN, Listed, find_run, list_runs
-from rankzero.run.output import Line
-from rankzero.run.status import STATES
+from rankzero.run.names import LINES
+from rankzero.run.output import Line, parsed
+from rankzero.run.status import STATES, RunStatus
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -142,9 +143,10 @@ def logs(
     if wrong := [one for one in rank if one >= world_size]:
         raise click.BadParameter(f"{wrong[0]} is no rank of this run, which has {world_size}", param_hint="--rank")
     begin = None if since is None else time.time() - since
+    stream = handle.stream(LINES)
 
-    def lines(follow: bool) -> Iterator[Line]:
-        for line in handle.lines(rank or None, follow):
+    def new(status: RunStatus | None = None) -> Iterator[Line]:
+        for line in parsed(stream.new(status), rank or None):
             is_late = begin is None or line.time is None or line.time >= begin
             if is_late and (grep is None or grep.search(line.prefixed)):
                 yield line
@@ -156,12 +158,15 @@ def logs(
             when = f"{words.moment(line.time) or '':19} " if timestamps else ""
             click.echo(when + (line.text if len(rank) == 1 else line.prefixed))
 
-    if tail is not None:
-        for line in collections.deque(lines(follow=False), tail):
+    for line in new() if tail is None else collections.deque(new(), tail):
+        show(line)
+    while follow:
+        status = handle.status()
+        for line in new(status):
             show(line)
-    if tail is None or follow:
-        for line in lines(follow):
-            show(line)
+        if status.final:
+            break
+        handle.pause()
 
 
 @click.command()

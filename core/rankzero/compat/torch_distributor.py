@@ -146,15 +146,12 @@ class TorchDistributor:
             EngineError: the cluster requires encryption.
             RankZeroError: see `Launcher.run`.
         """
-        return self._placed().run(train_object, *args, **kwargs)
-
-    def _placed(self) -> Launcher:
-        """Returns the launcher for this machine or the session. Raises EngineError for a cluster with encryption."""
-        if self.local_mode:
-            return self._launcher
-        self._check_encryption()
-        per_task = self.num_processes // self.num_tasks
-        return self._launcher.options(engine=engine_of_session(self.spark), processes_per_task=per_task)
+        launcher = self._launcher
+        if not self.local_mode:
+            self._check_encryption()
+            per_task = self.num_processes // self.num_tasks
+            launcher = launcher.options(engine=engine_of_session(self.spark), processes_per_task=per_task)
+        return launcher.run(train_object, *args, **kwargs)
 
 
 def _flag(name: str, value: Any) -> bool:

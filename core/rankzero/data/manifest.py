@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rankzero.errors import InvalidJobError
+from rankzero.run.names import DATASETS_FILE
 
-FILE = "datasets.json"
+FILE = DATASETS_FILE
 """Name of the file in a submission's folder that holds the manifests by name of the dataset."""
 
 

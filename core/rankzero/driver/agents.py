@@ -93,6 +93,7 @@ class Agents:
             tls: Context for encrypted connections; None for plain ones.
         """
         self._own, self._recorder, self._inbox = run.own, run.recorder, run.inbox
+        self.room = run.recorder.room
         self._job = job
         self._number = number
         self._committer = storage.committer
@@ -206,10 +207,6 @@ class Agents:
         await self.server.close()
         for task in self._tasks:
             task.cancel()
-
-    async def room(self) -> None:
-        """Waits while lines of ranks wait for the store."""
-        await self._recorder.room()
 
     def on_end(self, task: int, why: str | None) -> None:
         """Notes that an agent has disconnected; without being asked to, it is lost."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import functools
 import logging
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -28,10 +29,10 @@ from rankzero.driver import ending, policy
 from rankzero.driver.agents import Agents, Run
 from rankzero.driver.commits import Committer
 from rankzero.driver.ending import Facts, Verdict
-from rankzero.driver.places import CHECK_INTERVAL
 from rankzero.driver.storage import Scratch, Storage, files_of
+from rankzero.driver.watch import CHECK_INTERVAL
 from rankzero.engines.base import AgentGroup, EngineSession
-from rankzero.errors import EngineError, RankZeroError, RunCancelledError, RunTimeoutError
+from rankzero.errors import EngineError, RankZeroError, ResultError, RunCancelledError
 from rankzero.host.network import listen
 from rankzero.host.processes import allow_open_files, caller_process
 from rankzero.job import CheckpointConfig, Job
@@ -53,24 +54,19 @@ class Attempt:
 
     Attributes:
         job: The job, with the locations of tables and, once it is known, for the size of this attempt's world.
-        started_at: Monotonic time at which every rank had started; None before.
     """
 
-    def __init__(self, run: Run, job: Job, number: int, run_started_at: float | None) -> None:
+    def __init__(self, run: Run, job: Job, number: int) -> None:
         """Prepares an attempt; `live` makes it.
 
         Args:
             run: The parts that all attempts share.
             job: The job of the run.
             number: Number of the attempt.
-            run_started_at: Monotonic time at which every rank of the first attempt that started had started; None if no
-                attempt has. The run's ``timeout`` counts from there.
         """
         self.job = job
-        self.started_at: float | None = None
         self._run = run
         self._number = number
-        self._run_started_at = run_started_at
         self._group: AgentGroup | None = None
         self._scratch: Scratch | None = None
 
@@ -113,7 +109,7 @@ class Attempt:
         if num_agents > MANY_AGENTS:
             allow_open_files()
         self._secret, self._identity = new_secret(), None
-        if job.encrypts(by_default=session.encrypts):
+        if await run.places.request(lambda: job.encrypts(by_default=session.encrypts), job, self._deadline):
             # Imported here, so that most drivers do not load TLS.
             from rankzero.channel.tls import make_identity
 
@@ -134,13 +130,18 @@ class Attempt:
         job = self.job
         self._resume, self._token = await self._read_store()
         self._agents.served |= files_of(self._resume)
-        try:
-            port = await self._agents.server.start(listen(session.bind_host, job.ports))
-        except OSError as error:
-            raise EngineError(f"the driver cannot listen for the agents: {error}") from error
+
+        def bind() -> tuple[socket.socket, list[str]]:
+            try:
+                return listen(session.bind_host, job.ports), session.driver_hosts
+            except OSError as error:
+                raise EngineError(f"the driver cannot listen for the agents: {error}") from error
+
+        listener, hosts = await self._run.places.request(bind, job, self._deadline)
+        port = await self._agents.server.start(listener)
         config = {
             **policy.agent_config(job, self._number, self._run.env, self._deadline - time.monotonic()),
-            "driver": [session.driver_hosts, port],
+            "driver": [hosts, port],
             "secret": self._secret,
             "caller": caller_process(),
             "certificate": base64.b64encode(self._identity.certificate).decode() if self._identity else None,
@@ -158,14 +159,17 @@ class Attempt:
         """Returns the checkpoint to start from, and the text by which agents recognize the folder."""
         watch, recorder, began = self._run.watch, self._run.recorder, time.monotonic()
         read = functools.partial(self._storage.begin, self.job.first_attempt, watch.is_called_off)
-        reply = self._committer.submit(read)
-        while not reply.done():
+        # It tries again for as long by itself, if the store replies.
+        deadline = began + 2 * STORE_OUTAGE()
+
+        def check() -> None:
             watch.check()
-            await self._run.inbox.wait(CHECK_INTERVAL)
-        watch.check()
+            if time.monotonic() > deadline:
+                raise ResultError(f"the store of {self._run.own.run.directory} does not answer")
+
+        resume, token = await self._run.inbox.reply_of(self._committer.submit(read), check)
         # An outage of the store takes no time from the ranks' start.
         self._deadline += time.monotonic() - began
-        resume, token = reply.result()
         if (found := resume and resume.id) != recorder.status.checkpoint:
             recorder.update(checkpoint=found)
         if self._number > self.job.first_attempt:
@@ -205,9 +209,6 @@ class Attempt:
             if ending.cannot_succeed(self._facts, self._agents.roster.gone()):
                 raise _TroubleError
             self._run.watch.check()
-            timeout, began = self.job.timeout, self._run_started_at or self.started_at
-            if timeout and began is not None and time.monotonic() - began > timeout:
-                raise RunTimeoutError(f"the run took longer than timeout={timeout} s and was ended")
             await check(time.monotonic())
             await self._run.inbox.wait(CHECK_INTERVAL)
             self._note_stored()
@@ -231,9 +232,9 @@ class Attempt:
     def _note_start(self) -> None:
         """Records that every rank has started."""
         assert self._group is not None
-        self.started_at = time.monotonic()
-        self._agents.hangs.begin(self.started_at)
-        recorder = self._run.recorder
+        now, watch, recorder = time.monotonic(), self._run.watch, self._run.recorder
+        self._agents.hangs.begin(now)
+        watch.started_at = watch.started_at or now
         recorder.note_phase("running")
         recorder.update(state="running", phase="running", started=recorder.status.started or time.time())
         self._group.tolerate_outage()
@@ -248,11 +249,8 @@ class Attempt:
 
         if hangs.must_look(now):
             await agents.request_stacks(is_over, quiet=True)
-            hangs.note_look(time.monotonic())
-            if not hangs.has_reported:
+            if hangs.note_look(time.monotonic()) and not hangs.has_reported:
                 self._run.recorder.announce("waiting", hangs.notice(time.monotonic()))
-        if hangs.waits_for_returned(now):
-            await agents.request_stacks(is_over)
             if hangs.waits_for_returned(time.monotonic()) and not is_over():
                 raise ending.left_waiting(facts.returned, hangs.texts, directory)
         if bound is not None and hangs.is_hung(now, bound, facts.over):
@@ -281,7 +279,10 @@ class Attempt:
             silent = agents.server.silent(bounds.STACKS_WINDOW())
             gone = agents.roster.gone() or [member for member in agents.roster.numbered() if member.task in silent]
         assert self._group is not None
-        return ending.judge(facts, gone, self._group.explain, agents.hangs.texts)
+        explain, error = self._group.explain, facts.engine_error
+        # In a thread: the JVM has the text, and may hang.
+        explained = await reply_of(in_thread(functools.partial(explain, error))) if error else None
+        return ending.judge(facts, gone, lambda found: explained or explain(found), agents.hangs.texts)
 
     # -- ending --------------------------------------------------------------------------------
 
@@ -307,7 +308,8 @@ class Attempt:
             now = time.monotonic()
             alone_at = now if server.connected else alone_at
             since = max(asked_at, agents.heard_at) if is_patient else asked_at
-            if now - since > timeout or now - alone_at > bounds.STOP_MARGIN():
+            # After a success, the processes that held agents may still remove files.
+            if now - since > timeout or (not is_patient and now - alone_at > bounds.STOP_MARGIN()):
                 await self._cancel()
                 return
             if not is_released and len(facts.over) >= facts.num_processes:
@@ -316,7 +318,8 @@ class Attempt:
                 server.broadcast(messages.End())
             if is_patient and watch.is_called_off():
                 server.broadcast(messages.Stop(self.job.stop_grace))
-                asked_at, timeout, is_patient = now, self.job.stop_grace + bounds.STOP_MARGIN(), False
+                timeout, is_patient = self.job.stop_grace + bounds.STOP_MARGIN(), False
+                asked_at = alone_at = now
             await self._run.inbox.wait(WINDOW_STEP)
             self._note_stored()
 

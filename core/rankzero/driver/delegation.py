@@ -70,7 +70,7 @@ class Delegation:
         except Exception as error:
             if await self._claim():
                 return error
-        if not await self._has_driver() and await self._claim():
+        if not await reply_of(self._store.submit(self._own.has_driver), bounds.STORE_OUTAGE()) and await self._claim():
             assert self._group
             why = str(self._explain(self._group)).splitlines()[0]
             self._recorder.announce("engine", f"the run is driven from this host, not in its stage: {why}")
@@ -78,12 +78,9 @@ class Delegation:
         await self._follow()
         return True
 
-    async def _has_driver(self) -> bool:
-        return await reply_of(self._store.submit(self._own.has_driver))
-
     async def _claim(self) -> bool:
         """Claims the submission and ends the stage; returns False if the driver in the stage has claimed it."""
-        if not await reply_of(self._store.submit(self._own.claim_driver)):
+        if not await reply_of(self._store.submit(self._own.claim_driver), bounds.STORE_OUTAGE()):
             return False
         if self._group:
             await done_within(bounds.STOP_MARGIN(), self._group.cancel)
@@ -92,7 +89,7 @@ class Delegation:
 
     async def _start(self, deadline: float) -> None:
         """Starts the stage, and returns when its driver has claimed the submission or the stage has ended."""
-        job, env, began = self._job, self._private["env"], time.monotonic()
+        own, job, env, began = self._own, self._job, self._private["env"], time.monotonic()
         session = cast("ConnectSession", await self._places.open(job, env, deadline))
         num_tasks = await self._places.reserve(job, session, deadline)
         stage = {
@@ -118,8 +115,9 @@ class Delegation:
 
         self._group = await self._places.request(start, job, deadline, if_late=cancel)
         say_at = began + bounds.WAITING_INTERVAL()
-        while not (self._ended or await self._has_driver()):
-            self._watch.check()
+        while not self._ended:
+            if await self._inbox.reply_of(self._store.submit(own.has_driver), self._watch.check):
+                return
             now = time.monotonic()
             if now > deadline:
                 raise StartTimeoutError(
@@ -145,9 +143,11 @@ class Delegation:
             # Or the run was removed meanwhile.
             return store.exists(store.join(self._folder, OVER)) or not self._own.has_driver()
 
+        reply = self._store.submit(is_over)
         while not self._ended:
-            if over_at == math.inf and await reply_of(self._store.submit(is_over)):
-                over_at = time.monotonic()
+            # The store may hang, while the stage continues.
+            if over_at == math.inf and reply.done():
+                over_at, reply = time.monotonic() if reply.result() else math.inf, self._store.submit(is_over)
             if time.monotonic() - over_at > STAGE_END_TIMEOUT():
                 await done_within(bounds.STOP_MARGIN(), self._group.cancel)
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
@@ -17,12 +18,12 @@ from rankzero import bounds, store
 from rankzero.driver.agents import Run
 from rankzero.driver.attempt import Attempt
 from rankzero.driver.ending import Verdict
-from rankzero.driver.places import CHECK_INTERVAL, Places
+from rankzero.driver.places import Places
 from rankzero.driver.policy import FAILURES_OF_A_BAD_HOST, Restarts
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.tables import remove_computed
 from rankzero.driver.trackers import Trackers
-from rankzero.driver.watch import Inbox, Watch
+from rankzero.driver.watch import CHECK_INTERVAL, Inbox, Watch
 from rankzero.engines.base import Engine
 from rankzero.errors import (
     HANG,
@@ -30,7 +31,6 @@ from rankzero.errors import (
     HangError,
     RankZeroError,
     RunCancelledError,
-    RunTimeoutError,
     WorkerFailedError,
 )
 from rankzero.masking import Mask, secrets_of
@@ -80,8 +80,7 @@ class Driver:
         note = self._note_cancelling
         self.watch = Watch(own, self.recorder, self.inbox, leased=leased, note_cancelling=note)
         self._trackers = Trackers(own, trackers)
-        self.places = Places(engine, own, self.recorder, self.inbox, self._check)
-        self._started_at: float | None = None
+        self.places = Places(engine, own, self.recorder, self.inbox, self.watch.check)
         self._drives = True
         """False while another process may drive the run, and write its status."""
 
@@ -122,7 +121,12 @@ class Driver:
         try:
             outcome = await self._outcome(refused)
             # The files may be on a disk that hangs.
-            await reply_of(in_thread(functools.partial(self._finish, outcome), "rankzero-finish"))
+            await reply_of(in_thread(functools.partial(self.recorder.finish, **outcome), "rankzero-finish"))
+            if outcome["state"] == "succeeded" and self.recorder.is_success:
+                # The end is recorded, so no submission resumes from here and reads these rows.
+                removed = self.watch.thread.submit(functools.partial(remove_computed, self._job))
+                with contextlib.suppress(TimeoutError):
+                    await reply_of(removed, bounds.REPORT_TIMEOUT())
         finally:
             self._trackers.end()
             # After the final status, so callers do not wait while a SparkContext stops, which takes a second.
@@ -131,12 +135,6 @@ class Driver:
                 await reply_of(in_thread(self._trackers.close, "rankzero-trackers"))
             if not self.recorder.superseded:
                 await write_report(self._own, self.watch.thread)
-
-    def _finish(self, outcome: dict[str, Any]) -> None:
-        # The end is recorded, so no submission resumes from here and reads these rows.
-        if outcome["state"] == "succeeded" and self.recorder.is_success:
-            remove_computed(self._job)
-        self.recorder.finish(**outcome)
 
     async def _outcome(self, refused: Exception | None) -> dict[str, Any]:
         """Returns the fields of the final status."""
@@ -185,13 +183,12 @@ class Driver:
         """Makes one attempt and returns how it ended."""
         self.recorder.update(state="starting", phase="opening", attempt=number, preemptions=preemptions)
         run = Run(self._own, self.places, self.recorder, self.inbox, self.watch, self._env)
-        attempt = Attempt(run, self._job, number, self._started_at)
+        attempt = Attempt(run, self._job, number)
         try:
             return await attempt.live()
         finally:
             # Tables are computed once.
             self._job = replace(self._job, files=attempt.job.files, queries=attempt.job.queries)
-            self._started_at = self._started_at or attempt.started_at
 
     async def _pause(self, number: int, error: BaseException, pause: float) -> None:
         """Records a restart, waits for the pause between two attempts, and closes the session if it is broken."""
@@ -199,18 +196,11 @@ class Driver:
         logger.warning("attempt %s follows in %s s, because %s", number, pause, what)
         self.recorder.event({"type": "restart", "attempt": number, "cause": cause, "what": what, "pause": pause})
         end = time.monotonic() + pause
-        self._check()
+        self.watch.check()
         while (left := end - time.monotonic()) > 0:
             await self.inbox.wait(min(left, CHECK_INTERVAL))
-            self._check()
+            self.watch.check()
         await self.places.drop_broken()
-
-    def _check(self) -> None:
-        """Raises the typed error if the run must end while no attempt of it is running."""
-        self.watch.check()
-        timeout, started_at = self._job.timeout, self._started_at
-        if timeout and started_at is not None and time.monotonic() - started_at > timeout:
-            raise RunTimeoutError(f"the run took longer than timeout={timeout} s and was ended between two attempts")
 
     def _note_cancelling(self) -> None:
         """Records that the run is about to be cancelled, so that no other try attaches to it while its ranks stop."""

@@ -103,13 +103,16 @@ class HangWatch:
             return False
         return now - self._looked_at >= RETURNED_NOTICE()
 
-    def note_look(self, now: float) -> None:
-        """Judges the `stacks` that were requested because of `must_look`."""
-        if not all(self._waits(rank, now - self._looked_at) for rank in self._ranks - self._returned):
+    def note_look(self, now: float) -> bool:
+        """Judges the `stacks` that were requested because of `must_look`; returns False after progress meanwhile."""
+        remaining = self._ranks - self._returned
+        is_still = bool(remaining) and now - self.progress_at >= RETURNED_NOTICE()
+        if not (is_still and all(self._waits(rank, now - self._looked_at) for rank in remaining)):
             self._waiting_since = None
         elif self._waiting_since is None:
             self._waiting_since = now
         self._before, self._looked_at = dict(self.stacks), now
+        return is_still
 
     def waits_for_returned(self, now: float) -> bool:
         """Returns True if the remaining ranks have waited in collectives for `RETURNED_HANG` without progress."""

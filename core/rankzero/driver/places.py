@@ -25,7 +25,6 @@ from rankzero.run.directory import Submission
 from rankzero.threads import ActionThread, done_within, in_thread, reply_of
 
 SLOTS_TIMEOUT = bounds.stretched(2.0)  # To wait for slots that are asked for as start_timeout ends
-CHECK_INTERVAL = 0.5  # Most seconds between two checks of whether the run must end
 T = TypeVar("T")
 
 
@@ -111,20 +110,21 @@ class Places:
         say_at, bound = began + bounds.WAITING_INTERVAL(), job.start_timeout
         name = job.engine.get("master") or job.engine.get("server") or job.engine.get("kind")
         reply = self._thread.submit(functools.partial(_with_typed_error, action))
-        reply.add_done_callback(self._inbox.wake)
+
+        def check() -> None:
+            nonlocal say_at
+            self._check()
+            now = time.monotonic()
+            if deadline is not None and now > say_at:
+                say_at = now + bounds.WAITING_INTERVAL()
+                what = f"waiting for the engine {name} to answer, for {now - began:.0f} s"
+                self._recorder.announce("waiting", what)
+            if deadline is not None and now > deadline and not reply.done():
+                what = f"the engine {name} did not answer within start_timeout={bound} s"
+                raise StartTimeoutError(what, missing=["engine"])
+
         try:
-            while not reply.done():
-                self._check()
-                now = time.monotonic()
-                if deadline is not None and now > say_at:
-                    say_at = now + bounds.WAITING_INTERVAL()
-                    what = f"waiting for the engine {name} to answer, for {now - began:.0f} s"
-                    self._recorder.announce("waiting", what)
-                if deadline is not None and now > deadline:
-                    what = f"the engine {name} did not answer within start_timeout={bound} s"
-                    raise StartTimeoutError(what, missing=["engine"])
-                await self._inbox.wait(CHECK_INTERVAL)
-            return reply.result()
+            return await self._inbox.reply_of(reply, check)
         except BaseException:
             # The request may never return, so later ones do not wait for it.
             self._abandon()

@@ -62,6 +62,7 @@ class Recorder:
         self._thread = ActionThread("rankzero-lines")
         # Each is changed by one thread alone.
         self._queued = self._appended = 0
+        self._stuck_at = -1
         self._writer = StatusWriter(
             own,
             RunStatus(
@@ -179,9 +180,12 @@ class Recorder:
         self.event({"type": "state", "state": state, **of_run, **self._names})
 
     async def room(self) -> None:
-        """Waits while many lines wait for a disk. Briefly: one that hangs must not delay what agents report."""
-        deadline = time.monotonic() + ROOM_TIMEOUT
-        while self._queued - self._appended > MOST_QUEUED / 2 and time.monotonic() < deadline:
+        """Waits while many lines wait for a disk. Briefly, and once for one that takes nothing: agents report more."""
+        before, deadline = self._appended, time.monotonic() + ROOM_TIMEOUT
+        while self._queued - self._appended > MOST_QUEUED / 2 and self._appended != self._stuck_at:
+            if time.monotonic() >= deadline:
+                self._stuck_at = before
+                break
             await asyncio.sleep(bounds.POLL_INTERVAL_BRIEF)
 
     def _append(self, lines: _Lines, texts: list[str]) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -25,6 +26,8 @@ from rankzero.task.scratch import lock_directory, make_scratch, scratch_root
 from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
+
+SLOWEST_STORE = 1 << 20  # Bytes per second; a store that takes a value more slowly counts as one that hangs
 
 _SCRATCH_PREFIX = "rankzero-driver-"
 
@@ -57,6 +60,7 @@ class Storage:
         """The size of each file that arrived, or a text that says why it did not, by its path (`channel.server`)."""
         self._kinds: set[bool] = set()
         self._storing: Future[ResultRef] | None = None
+        self._storing_ends = 0.0
         self._value: list[Any] = []
 
     def begin(self, first_attempt: int, is_called_off: Callable[[], bool]) -> tuple[Manifest | None, str]:
@@ -130,15 +134,18 @@ class Storage:
         self._value = [result["value"]] if "value" in result else []
         # In the committer's thread: a disk may hang, too.
         self._storing = self.committer.submit(store_it)
+        self._storing_ends = time.monotonic() + STORE_OUTAGE() + result["size"] / SLOWEST_STORE
 
     def poll(self) -> None:
-        """Notes that rank 0's value is stored, or that the store refused it, once that is known."""
+        """Notes that rank 0's value is stored, or that the store refused it or does not answer, once that is known."""
         if self._storing and self._storing.done():
             try:
                 self.facts.note_stored(self._storing.result(), self._value)
             except ResultError as error:
                 self.facts.refusal = error
             self._storing = None
+        elif self._storing and time.monotonic() > self._storing_ends and not self.facts.refusal:
+            self.facts.refusal = _not_stored("the store does not answer")
 
     def _store_value(
         self, path: str, uri: str, result: dict[str, Any], metrics: dict[str, Any], *, durable: bool

@@ -7,11 +7,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from rankzero import bounds
 from rankzero.driver.recorder import Recorder
-from rankzero.errors import RunCancelledError
+from rankzero.errors import RunCancelledError, RunTimeoutError
 from rankzero.run.directory import Submission, bound_of
 from rankzero.run.lease import interval_of
 from rankzero.threads import ActionThread, reply_of
@@ -22,7 +23,10 @@ READ_INTERVAL = 0.25  # Seconds between two reads of a run directory on a disk, 
 REASON_TIMEOUT = bounds.stretched(0.9)  # To read the reason of a cancel, which its process writes after the signal
 LEASE_POLL_INTERVAL_MAX = 30.0  # Most seconds between two reads of a lease on an object store
 LEASE_SHARE = 0.1  # Share of the lease's time between two of them, where each is a request
+CHECK_INTERVAL = 0.5  # Most seconds between two checks of whether the run must end
 MISSED_RENEWALS = 3  # Renewals that the last follower may miss: half a minute, three minutes on an object store
+
+T = TypeVar("T")
 
 
 class Inbox:
@@ -85,6 +89,15 @@ class Inbox:
                 await self._changed.wait()
         self._changed.clear()
 
+    async def reply_of(self, future: Future[T], check: Callable[[], None]) -> T:
+        """Returns the result of a thread, which may never come, unless ``check`` raises before; it is called often."""
+        future.add_done_callback(self.wake)
+        while True:
+            check()
+            if future.done():
+                return future.result()
+            await self.wait(CHECK_INTERVAL)
+
 
 class Watch:
     """Watches for a request to cancel, an interrupt, an abandoned lease and an end by another process.
@@ -92,6 +105,7 @@ class Watch:
     Attributes:
         thread: Reads the run directory, and hangs if the store does.
         error: The error of a run that must end; None while it may continue.
+        started_at: Monotonic time at which every rank of an attempt had first started, from which ``timeout`` counts.
     """
 
     def __init__(
@@ -126,24 +140,24 @@ class Watch:
         self._abandoned = ""
         self.thread = ActionThread("rankzero-watch")
         self.error: RunCancelledError | None = None
+        self.started_at: float | None = None
         self._has_read = asyncio.Event()
 
     def check(self) -> None:
-        """Raises RunCancelledError, with the reason, if the run must end."""
+        """Raises RunCancelledError, with the reason, or RunTimeoutError if the run must end."""
+        if self.is_called_off() and self.error:
+            raise self.error.with_traceback(None)
+        timeout = self._own.job.timeout
+        if timeout and self.started_at is not None and time.monotonic() - self.started_at > timeout:
+            raise RunTimeoutError(f"the run took longer than timeout={timeout} s and was ended")
+
+    def is_called_off(self) -> bool:
+        """Returns True if the run must end on request or because another driver has it."""
         if (self._recorder.superseded or self._is_lost) and not self.error:
             self.error = RunCancelledError(
                 "another process has ended this submission, since this driver seemed to be dead, or the run was removed"
             )
-        if self.error:
-            raise self.error.with_traceback(None)
-
-    def is_called_off(self) -> bool:
-        """Returns True if the run must end on request or because another driver has it."""
-        try:
-            self.check()
-        except RunCancelledError:
-            return True
-        return False
+        return self.error is not None
 
     async def ready(self) -> None:
         """Waits until the directory was read once, briefly, since a run that is cancelled already must not begin."""

@@ -33,24 +33,20 @@ def index(location: str) -> str:
     for one in found[:MAX_RUNS]:
         job, status = one.job, one.status
         metrics = [f"{name} {value:.5g}" for name, value in status.metrics.items() if is_number(value)][:4]
-        used = usage(job, status, now)
-        cells = [status.state, job.world, f"{duration(now - job.created)} ago", used, ", ".join(metrics)]
+        age = f"{duration(now - job.created)} ago"
+        cells = [status.state, job.world, age, usage(job, status, now), ", ".join(metrics)]
         link = f'<a href="runs/{urllib.parse.quote(job.run_id)}">{html.escape(job.run_id)}</a>'
         rows.append("".join(f"<td>{cell}" for cell in (link, *map(html.escape, cells))))
-    table = "".join(f"<tr>{row}</tr>" for row in rows)
-    return page.document(
-        location, f'<h1>{html.escape(location)}</h1>\n<div class="scroll"><table>{table}</table></div>'
-    )
+    table = f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+    return page.document(location, f'<h1>{html.escape(location)}</h1>\n<div class="scroll">{table}</div>')
 
 
 class ReportServer(http.server.ThreadingHTTPServer):
     """Serves the runs of a store at an address of this machine, until it is closed.
 
     Other users of this machine, and pages of other sites, can reach the address, too. So it responds only below a path
-    that begins with a token, which cannot be guessed and stands in its URL.
-
-    A proxy with a login of its own passes requests on to the path with a token that was chosen. Raises InvalidJobError
-    for a token that is short or has other characters than a path may have, and OSError if the port is taken.
+    that begins with a token, which cannot be guessed and stands in its URL. Raises InvalidJobError for a token that is
+    short or has other characters than a path may have, and OSError if the port is taken.
     """
 
     daemon_threads = True

@@ -166,13 +166,9 @@ class Submission:
         """Returns an unused location for the rows of a dataset."""
         return self.path(DATASETS, f"{name}-{secrets.token_hex(4)}")
 
-    def make(self) -> None:
-        """Makes the folder of a submission that is being written."""
-        store.make_directory(self.directory)
-
     def write_files(self, files: Mapping[str, list[Part]]) -> None:
         """Makes the folder and writes the files that a driver needs beside the job."""
-        self.make()
+        store.make_directory(self.directory)
         for folder in ("result", "checkpoints"):
             store.make_directory(self.path(folder))
         for name, parts in files.items():
@@ -234,9 +230,11 @@ class Submission:
         # A power failure may have emptied the file, and has also ended the driver.
         if data and data.strip(b"\0"):
             return RunStatus.from_json(data, self.path("status.json"))
+        # A later submission is made behind the end of this one, which only a collector removes.
+        is_last = data is not None or self.run.numbers()[-1:] == [self.job.submission]
         if end := self.end():
             return end
-        if data is None and not self.is_there():
+        if data is None and not (is_last and self.is_there()):
             raise RunNotFoundError(f"the run in {self.run.directory} was removed, and perhaps submitted again")
         job = self.job
         status = RunStatus(attempt=job.first_attempt, queue_time=job.queue_time, submission=job.submission)

@@ -95,6 +95,7 @@ class Follower:
             RunNotFoundError: the run directory was removed.
         """
         status = self._handle.status()
+        self._handle.renew_if_due()
         if status.engine_url and status.engine_url != self._engine_url:
             self._engine_url = status.engine_url
             yield EngineOpened(status.engine_url)
@@ -117,7 +118,10 @@ class Follower:
             most, self._most = LAST_BYTES if status.final else self._most, BEHIND_BYTES
             if self._stream.skip(self._stream.end(status), most):
                 yield f"(older lines were left out: rankzero logs {self._handle.directory})"
-            yield from (line.prefixed for line in parsed(self._stream.new(status), self._ranks))
+            for line in parsed(self._stream.new(status), self._ranks):
+                # Whoever shows the lines may be slow.
+                self._handle.renew_if_due()
+                yield line.prefixed
         error = error_from_json(status.error) if status.error else None
         if isinstance(error, WorkerFailedError) and self._ranks is not None and error.rank not in (None, *self._ranks):
             yield from (f"[{error.rank}] {line}" for line in error.log_tail or [])

@@ -87,15 +87,16 @@ class Stream:
     def skip(self, end: Position, most: int) -> bool:
         """Moves the position to about the last ``most`` bytes before an end; False if no more are left anyway.
 
-        The line within which they begin is left out. Of pieces before the last one, whole ones are read.
+        The line within which they begin is left out. Of an object store, the sizes of pieces that are left are read.
         """
-        missing = max(0, most - end.offset)
-        piece = max(0, end.piece - -(-missing // PIECE))
-        offset = max(0, end.offset - most) if piece == end.piece else 0
-        target = Position(end.submission, piece, offset)
+        piece, offset = end.piece, end.offset - most
+        while offset < 0 < piece and Position(end.submission, piece) > self.position:
+            piece -= 1
+            offset += self._call(functools.partial(_size, _piece_name(self._locations[-1], piece)))
+        target = Position(end.submission, piece, max(0, offset))
         if target <= self.position:
             return False
-        self.position, self._is_torn = target, offset > 0
+        self.position, self._is_torn = target, target.offset > 0
         return True
 
 

@@ -166,7 +166,7 @@ class RunHandle(Observer, Generic[R]):
 
     def pause(self, bound: float = math.inf) -> None:
         """Waits until the run is worth polling again: at most ``bound`` seconds, or until its driver has ended."""
-        self._renew_if_due()
+        self.renew_if_due()
         interval = max(0.0, min(max(self.pace, FOLLOW_INTERVAL), bound))
         if self._driver is not None and self._driver.poll() is None:
             self._driver.await_end(interval)
@@ -200,7 +200,8 @@ class RunHandle(Observer, Generic[R]):
         self._held = bound
         self.renew_lease()
 
-    def _renew_if_due(self) -> None:
+    def renew_if_due(self) -> None:
+        """Calls `renew_lease` if the last call was `renewal_interval` ago; an error of the store is ignored."""
         # A store that fails now must not end the follower.
         with contextlib.suppress(Exception):
             if self.renewal_interval and time.monotonic() - self._renewed > self.renewal_interval:
@@ -284,7 +285,7 @@ class RunHandle(Observer, Generic[R]):
 
     def _read_as_follower(self, read: Callable[[], T]) -> T:
         # Reading may take long.
-        self._renew_if_due()
+        self.renew_if_due()
         return self._patiently(read)
 
     def lines(

@@ -19,7 +19,7 @@ from rankzero import store
 from rankzero.errors import RunNotFoundError
 from rankzero.kinds import SECONDS
 from rankzero.run.directory import RunDirectory, Submission
-from rankzero.run.names import SUBMISSIONS
+from rankzero.run.names import DATASETS_FILE, SUBMISSIONS
 from rankzero.run.observer import Observer
 
 REMOVAL_CLAIM_TIMEOUT = 3600.0  # Seconds for which a submission may be unwritten: the upload of its payload takes time
@@ -133,12 +133,16 @@ def _inspect(run: RunDirectory) -> tuple[str, float | None, int] | None:
     number, job = run.newest()
     if job:
         status = Observer(Submission(run, job)).status()
-        return status.state, max(status.heartbeat, status.ended or 0.0) if status.final else None, number
+        # A status that a power failure has emptied has no time.
+        since = max(status.heartbeat, status.ended or 0.0) or job.created
+        return status.state, since if status.final else None, number
     if number >= 0:
-        if names == [f"{number}.json"] and store.list_names(run.directory) == [SUBMISSIONS]:
+        old = [name for name in names if _number(name) <= number]
+        if old != [f"{number}.json"] or store.list_names(run.directory) != [SUBMISSIONS]:
+            return HALF_REMOVED, 0.0, number
+        if names == old:
             return TOMBSTONE, store.modified(run.job_path(number)), number
-        return HALF_REMOVED, 0.0, number
-    if run.strangers():
+    elif run.strangers():
         return None
     files = [run.path(SUBMISSIONS, name) for name in store.list_files(run.path(SUBMISSIONS))]
     # The removal takes the number of what was begun.
@@ -171,11 +175,12 @@ def _remove(run: RunDirectory, state: str, last: int) -> bool:
         return sorted(old, key=lambda name: "-" in name)
 
     for name in left():
+        # Those of a submitter that writes the next number go on.
+        store.abort_uploads(run.path(SUBMISSIONS, name))
         store.remove(run.path(SUBMISSIONS, name))
     for name in store.list_names(run.directory):
         if name != SUBMISSIONS:
             store.remove(run.path(name))
-    store.abort_uploads(run.path(""))
     if left():
         raise OSError(f"{run.directory} cannot be removed entirely: check the owner of its files")
     if state == TOMBSTONE:
@@ -192,9 +197,11 @@ def _remove_replaced(run: RunDirectory, before: float, dry_run: bool) -> list[Re
 
     Their jobs stay, for `rankzero explain`. Garbage of submitters that lost their number goes, too, at any age.
     """
-    last, removed = run.job(), list[Removed]()
+    own, removed = run.current(), list[Removed]()
+    # The ranks may read rows that an earlier training has computed.
+    rows = store.read_bytes(own.path(DATASETS_FILE)) if DATASETS_FILE in own.job.files else b""
     for name in run.names():
-        if "." in name or name in last.earlier or name == f"{last.submission}-{last.nonce}":
+        if "." in name or name in own.job.earlier or name == own.name or f"/{name}/".encode() in rows:
             continue
         folder, owner = run.path(SUBMISSIONS, name), run.job_of(_number(name))
         if owner is None:

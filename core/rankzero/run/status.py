@@ -31,9 +31,7 @@ class RunStatus:
     submission: int = 0
     heartbeat: float = 0.0  # When the driver last wrote
     interval: float = HEARTBEAT_INTERVAL  # Seconds between two heartbeats
-    queue_time: float = (
-        0.0  # Seconds without a heartbeat after which a driver that no cluster has started is dead; or 0
-    )
+    queue_time: float = 0.0  # Seconds after which a driver that no cluster has started is dead; or 0
     written: dict[str, list[int]] = field(default_factory=dict)  # Piece and offset of the ends of `EVENTS` and `LINES`
     driver_host: str | None = None  # None before the driver has started
     driver_pid: int | None = None

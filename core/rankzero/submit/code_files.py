@@ -117,12 +117,15 @@ class Files:
             # Importing a.b.c imports a and a.b first.
             for part in set(parents_of(waiting.pop())) - self._seen:
                 self._seen.add(part)
-                if self._send(root := part.partition(".")[0]) and (file := self._file_of(part)):
+                name = part.removesuffix(".*")
+                if self._send(root := name.partition(".")[0]) and (file := self._file_of(name)):
                     with contextlib.suppress(OSError):
-                        found = source_of_file(file.path, package_of(part, file.path))
+                        found = source_of_file(file.path, package_of(name, file.path))
                         waiting |= found.imports | self._named_by(found)
                         waiting |= self._modules_below(root) if found.computes else set()
-                        self.counted |= {part: found.digest} if counts else {}
+                        if name != part:
+                            waiting |= {f"{name}.{word}" for word in found.words} & self._modules_below(name)
+                        self.counted |= {name: found.digest} if counts else {}
 
     def _named_by(self, found: Needs | Source) -> set[str]:
         """Returns all modules of the packages that texts name, as "acme.models.Net" does, and "train.csv" does not."""

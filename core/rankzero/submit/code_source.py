@@ -17,6 +17,7 @@ import re
 import token
 import tokenize
 import types
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ class Source(NamedTuple):
 
     Attributes:
         digest: Checksum of a file's tokens.
-        imports: Absolute names that it imports anywhere; some may be no modules.
+        imports: Absolute names that it imports anywhere; some may be no modules. ``acme.*`` is all that acme names.
         early: Those of them that are imported when the file is imported itself.
         texts: Texts in it that may name a module, or the begin of such a name.
         words: The names and the parts of the texts in it, by which it may reach modules below a package.
@@ -74,10 +75,18 @@ def _of_file(path: str, _fingerprint: str, package: str) -> Source:
         source = file.read()
     try:
         # Not kept beside the facts.
-        found = source_of_code.__wrapped__(compile(source, path, "exec", dont_inherit=True, optimize=0), package)
+        found = source_of_code.__wrapped__(to_code(source, path, optimize=0), package)
     except (SyntaxError, ValueError):
         found = Source("")
     return found._replace(digest=digest_of_source(source))
+
+
+def to_code(source: str | bytes, path: str, flags: int = 0, *, optimize: int = -1) -> types.CodeType:
+    """Compiles a file. What Python warns of is shown, or an error, where it runs. Raises SyntaxError or ValueError."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        code: types.CodeType = compile(source, path, "exec", flags, dont_inherit=True, optimize=optimize)
+    return code
 
 
 def digest_of_source(source: bytes) -> str:
@@ -169,7 +178,7 @@ def _imported(code: types.CodeType, package: str, is_run: bool) -> Iterator[tupl
         kind, value = instruction.opname, instruction.argval
         if "IF_FALSE" in kind and checked:
             checked_until = value
-        checked = value == "TYPE_CHECKING" or (checked and kind == "TO_BOOL")
+        checked = value == "TYPE_CHECKING" or (checked and kind in ("TO_BOOL", "EXTENDED_ARG"))
         if kind in ("LOAD_CONST", "LOAD_SMALL_INT"):
             # The compiler pushes the level (0 for absolute imports), then the names, then imports.
             constants = (constants[1], value)
@@ -179,7 +188,7 @@ def _imported(code: types.CodeType, package: str, is_run: bool) -> Iterator[tupl
                 continue
             base = package.rsplit(".", level - 1)[0] if level > 1 else package
             module = ".".join(filter(None, (base if level else "", value)))
-            for name in (module, *(f"{module}.{name}" for name in chosen or () if name != "*")):
+            for name in (module, *(f"{module}.{name}" for name in chosen or ())):
                 yield name, is_run and instruction.offset >= checked_until
 
 
@@ -229,10 +238,9 @@ _FUTURES = annotations.compiler_flag
 def _compiled(source: str, path: str, flags: int) -> frozenset[types.CodeType]:
     """Returns the code of all functions of a source; empty for one that is not Python, such as a notebook's magics."""
     try:
-        code = compile(source, path, "exec", flags, dont_inherit=True)
+        return frozenset(each for each, _ in _nested(to_code(source, path, flags)))
     except (SyntaxError, ValueError):
         return frozenset()
-    return frozenset(each for each, _ in _nested(code))
 
 
 def _facts(code: types.CodeType) -> tuple[object, ...]:

@@ -25,6 +25,7 @@ from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
 from rankzero.job import qualified_name
 from rankzero.run.directory import Submission
+from rankzero.submit.existing import storing
 from rankzero.submit.paths import manifest_of_path
 from rankzero.train.dataset import DEFAULT
 from rankzero.values.ref import ResultRef
@@ -153,7 +154,8 @@ def _of_frame(frame: Any, name: str, own: Submission, before: Manifest | None) -
         if _content_of(frame) == before.digest:
             return before
         logger.info("dataset %r has other rows than in the submission of %s before", name, own.run.directory)
-    own.make()
+    with storing(own.run):
+        store.make_directory(own.directory)
     return materialize(frame, own.new_dataset(name), name, lambda text: logger.info("%s", text))
 
 

@@ -192,14 +192,13 @@ def storing(run: RunDirectory) -> Iterator[None]:
 
 
 def check_writable(run: RunDirectory) -> None:
-    """Raises InvalidJobError if the store cannot be written, or the directory holds files of others."""
-    with storing(run):
-        if store.exists(run.directory) and not run.is_own() and (found := run.strangers()):
-            raise InvalidJobError(
-                f"{run.directory} holds files of others ({', '.join(sorted(found)[:5])}), so it cannot "
-                "become a run directory: choose another run_id or another store"
-            )
-        store.prove(os.path.dirname(run.directory))
+    """Writes into the store, which may raise. Raises InvalidJobError if the directory holds files of others."""
+    if store.exists(run.directory) and not run.is_own() and (found := run.strangers()):
+        raise InvalidJobError(
+            f"{run.directory} holds files of others ({', '.join(sorted(found)[:5])}), so it cannot "
+            "become a run directory: choose another run_id or another store"
+        )
+    store.prove(os.path.dirname(run.directory))
 
 
 def claim(own: Submission, files: Mapping[str, list[Part]]) -> bool:

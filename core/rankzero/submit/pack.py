@@ -54,8 +54,8 @@ from rankzero.values.ref import ResultRef, map_refs
 
 logger = logging.getLogger(__name__)
 
-_TEXT = re.compile(rb"\x8c(.)([A-Za-z_]\w*(?:[.:]\w+)+)", re.DOTALL)
-"""A short text in a pickle that may name something in a module, behind its length."""
+_TEXT = re.compile(rb"\x8c(.)([A-Za-z_]\w*(?:[.:]\w+)*)", re.DOTALL)
+"""A short text in a pickle that may name something in a module, behind its length. One word rarely does."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,7 @@ class Payload:
             parts[SENT_CODE] = _short(digest_of([archive]))
         modules = dict(self.files.counted)
         parts[TRAIN] = _compared("the function", lambda: _short(repr(self._own(contents, modules))))
-        data = self.files.data_files()
-        modules |= {f"{name} (data files)": digest for name, digest in data.items()}
+        modules |= {f"{name} (data files)": digest for name, digest in self.files.data_files().items()}
         parts |= {f"{MODULE}{name}": digest[:DIGITS] for name, digest in modules.items()}
         return Identity.of(parts)
 
@@ -189,7 +188,8 @@ def build(
         raise InvalidJobError(f"{culprit} cannot be pickled: {error}", code="RZ-1004") from error
     needs = needs if is_program else pickler.needs
     texts = {text.decode().replace(":", ".") for length, text in _TEXT.findall(pickled) if length[0] == len(text)}
-    needs.texts |= texts - needs.modules - pickler.by_value - other.by_value - other.needs.modules
+    texts -= needs.modules | pickler.by_value | other.by_value | other.needs.modules
+    needs.texts |= {text for text in texts if needs.computes or "." in text}
     files = Files(needs)
     files.send({*pickler.loaded, *other.needs.modules})
     return Payload(name, pack(pickled, buffers), files.zipped(), refs, files, training, arguments)

@@ -228,9 +228,10 @@ def _without_numbers(state: Any) -> Any:
     """
     if type(state) is not dict:
         return state
-    return {
-        name: [*each.values()] if "_hooks" in str(name) and isinstance(each, dict) else each
+    return state | {
+        name: [*each.values()]
         for name, each in state.items()
+        if "_hooks" in str(name) and isinstance(each, dict) and {*map(type, each)} <= {int}
     }
 
 

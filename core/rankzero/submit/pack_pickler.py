@@ -123,7 +123,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         # Under whatever name it was imported.
         called = {each.__name__ for each in used if isinstance(each, (types.FunctionType, types.BuiltinFunctionType))}
         source = source_of_code(code, names.get("__package__"), not IMPORTERS.isdisjoint(called))
-        if not is_by_name:
+        if source.computes or not is_by_name:
             self.needs.add(source)
         # `import acme.models` makes the name acme.
         roots = {name.partition(".")[0] for name in source.imports} & {*code.co_varnames}

@@ -191,12 +191,11 @@ class Submitter:
                 if not found.status.final:
                     self._replace(before, found)
                     return False
-                try:
+                # Its folder may have been deleted. If the whole run was, no claim of the next number succeeds.
+                with contextlib.suppress(FileNotFoundError):
                     # Its driver may live although it seems dead. From here on it stops as soon as it looks.
                     if before.finish(found.status).state != found.status.state:
                         return False
-                except FileNotFoundError:
-                    return False
         return self._start(number + 1, found)
 
     def _replace(self, before: Submission, found: Existing) -> None:
@@ -236,19 +235,19 @@ class Submitter:
     def _start(self, number: int, found: Existing | None) -> bool:
         """Computes the rows and makes the submission; False if another process was faster."""
         request, run = self._request, self.run
-        existing.check_writable(run)
         earlier, kept = dict[str, Any](), dict[str, Any]()
-        if found and request.sources:
-            before = Submission(run, found.job)
-            earlier = datasets.earlier(before)
-            if found.decision is Decision.RESUME and datasets.are_readable(same := self._kept(before)):
-                kept = same
+        with existing.storing(run):
+            existing.check_writable(run)
+            if found and request.sources:
+                before = Submission(run, found.job)
+                earlier = datasets.earlier(before)
+                if found.decision is Decision.RESUME and datasets.are_readable(same := self._kept(before)):
+                    kept = same
         job = replace(self._job, submission=number, nonce=secrets.token_hex(8))
         own = Submission(run, job)
         try:
             manifests, queries = self._sources.collect(own, kept, earlier)
-            generation = request.template.generation
-            texts = {name: f"{query} {generation}".strip() for name, query in queries.items()}
+            texts = {name: f"{query} {request.template.generation}".strip() for name, query in queries.items()}
             asked = self._asked({name: manifest.digest for name, manifest in manifests.items()} | texts)
             if found and found.decision is Decision.RESUME and not asked.by_name:
                 # Only now all rows are known.
@@ -258,12 +257,13 @@ class Submitter:
             identity = asked.identity
             job = replace(job, identity=identity.digest, identity_parts=dict(identity.parts), queries=queries)
             files = {"payload.pkl": self._payload.data}
-            modules, code = self._payload.modules, request.code.archive
-            manifest = to_bytes(manifests) if manifests else None
-            for name, content in (("modules.zip", modules), (ARCHIVE, code), (FILE, manifest)):
-                files |= {name: [content]} if content is not None else {}
+            parts = {"modules.zip": self._payload.modules}
+            parts |= {ARCHIVE: request.code.archive, FILE: to_bytes(manifests) if manifests else None}
+            files |= {name: [part] for name, part in parts.items() if part is not None}
             described = {name: _described(own.path(name), content) for name, content in files.items()}
-            job = replace(existing.behind(run, found, job), files={**described, **_describe_arguments(self._payload)})
+            described |= _describe_arguments(self._payload)
+            with existing.storing(run):
+                job = replace(existing.behind(run, found, job), files=described)
             self.own = own = Submission(run, job)
             if not existing.claim(own, files):
                 self.own = None

@@ -17,7 +17,7 @@ from rankzero.errors import InvalidJobError
 from rankzero.masking import MASK, Mask, hides, secrets_of, without_credentials
 from rankzero.submit.code_files import Needs
 from rankzero.submit.code_modules import forget_places, spec_of
-from rankzero.submit.code_source import source_of_file
+from rankzero.submit.code_source import source_of_file, to_code
 from rankzero.values.ref import ResultRef
 
 MODULE = "-m "
@@ -25,7 +25,6 @@ MODULE = "-m "
 
 COMMAND_FILES_LIMIT = 64 << 20
 """Most bytes of a file that a command names and that is shipped with it."""
-
 
 MAX_PARAMS = 200
 """Most arguments of a training that are shown."""
@@ -78,7 +77,7 @@ class Program:
             names = {self.target, f"{self.target}.__main__"} if self.kind == "module" else set[str]()
             return Needs(names, first=os.getcwd())
         try:
-            compile(self.source(), self.target, "exec", dont_inherit=True)
+            to_code(self.source(), self.target)
         except (SyntaxError, ValueError) as error:
             raise InvalidJobError(f"train={self.target!r} is not Python: {error}") from None
         needs = Needs(first=os.path.dirname(self.target))

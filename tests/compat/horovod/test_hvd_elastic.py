@@ -110,6 +110,33 @@ def test_a_state_is_restored_from_its_last_save() -> None:
     assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"], state.best) == (1, 0.5, ["saved"])
 
 
+class Counted(hvd.elastic.ObjectState):
+    """A state that saves more than its attributes, which are there only after the constructor."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.saves = 0
+
+    def save(self) -> None:
+        self.saves += 1
+        super().save()
+
+
+def test_a_subclass_may_save_more_but_not_instead_of_its_attributes() -> None:
+    state = Counted(step=1)
+    state.save()
+    assert (state.saves, state.step) == (1, 1)
+    with pytest.raises(TypeError, match="Counted has no attributes to commit"):
+        Counted().commit()
+
+
+def test_a_tensor_goes_to_the_device_of_the_attribute_that_it_replaces() -> None:
+    state = hvd.elastic.ObjectState(mean=torch.ones(2))
+    state.mean = state.mean.to("meta")
+    state.restore()
+    assert state.mean.device.type == "meta"
+
+
 def loops_of_two_states() -> Any:
     """The first state is never committed; the second one, of the same names, is."""
     hvd.init()

@@ -119,6 +119,21 @@ def test_what_a_rank_waits_for_in_vain_is_named(tmp_path: Path, how: str, ranks:
         assert [line for line in handle.logs(0) if "rankzero: rank 0 has waited" in line and NEVER in line]
 
 
+def test_a_rank_may_join_long_before_the_last_one(tmp_path: Path) -> None:
+    def train() -> Any:
+        import time
+
+        import torch
+
+        hvd.init()
+        time.sleep(6 * hvd.rank())
+        total = hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() if hvd.rank() else None
+        return hvd.join(), hvd.allgather_object(total)
+
+    launcher = Launcher(2, store=tmp_path, env={"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"})
+    assert launcher.run(train) == (1, [None, [1, 1]])
+
+
 def test_a_rank_that_hangs_is_seen_while_its_peer_waits_for_it_to_shut_down(tmp_path: Path) -> None:
     def train() -> None:
         import time

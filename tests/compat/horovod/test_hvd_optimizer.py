@@ -3,6 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -230,8 +231,21 @@ def two_models_of_the_same_names() -> None:
         assert [model[0].weight.grad.unique().tolist() for model in models] == [[1.5], [15.0]]
 
 
+def backward_in_two_threads() -> None:
+    halves = [[torch.nn.Parameter(torch.zeros(100_000)) for _ in range(60)] for _ in range(2)]
+    parameters = [one for half in halves for one in half]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), None)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with ThreadPoolExecutor(2) as threads:
+            losses = [sum((one * (hvd.rank() + 1)).sum() for one in half) for half in halves]
+            list(threads.map(torch.Tensor.backward, losses))
+        optimizer.step()
+        assert all(one.grad.unique().tolist() == [1.5] for one in parameters)
+
+
 def clipped() -> None:
-    """Likewise `torch.amp.GradScaler.unscale_` behind `synchronize`, and its step."""
+    """Likewise `torch.amp.GradScaler.unscale_` behind `synchronize`."""
     weight = torch.nn.Parameter(torch.zeros(4))
     optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("weight", weight)])
     for _ in range(2):
@@ -242,6 +256,20 @@ def clipped() -> None:
         with optimizer.skip_synchronize():
             optimizer.step()
     assert weight.tolist() == pytest.approx([-1.0] * 4)
+
+
+def scaled() -> None:
+    """A plain `scaler.step`, which reduces first: an overflow on rank 1 skips the step of both."""
+    for fused in (False, True):
+        weight = torch.nn.Parameter(torch.zeros(1 << 20))
+        plain = torch.optim.SGD([weight], lr=1.0, fused=fused)
+        optimizer, scaler = hvd.DistributedOptimizer(plain, [("w", weight)]), torch.amp.GradScaler("cpu", 8.0)
+        for factor in (1.0, float("inf"), 1.0):
+            optimizer.zero_grad()
+            scaler.scale((weight * (factor if hvd.rank() else 1.0) * (hvd.rank() + 1)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert (weight.unique().tolist(), scaler.get_scale()) == ([-3.0], 4.0)
 
 
 def sparse_gradients() -> None:
@@ -299,7 +327,9 @@ def run_all() -> None:
     layouts_types_and_options()
     refused()
     two_models_of_the_same_names()
+    backward_in_two_threads()
     clipped()
+    scaled()
     sparse_gradients()
     parameters_of_every_kind()
 

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rankzero.compat.torch_distributor import active_session, engine_of_session
 from rankzero.errors import EngineError, InvalidJobError
 from rankzero.launcher import Launcher
 from rankzero.run.output import is_own
@@ -108,8 +109,6 @@ def run(
         >>> run(max, args=(1, 2), np=2)
         [2, 2]
     """
-    from rankzero.compat.torch_distributor import active_session
-
     fn = options.pop("func", None) if fn is None else fn
     num_proc = options.pop("np", None) if num_proc is None else num_proc
     if launcher is None:
@@ -147,8 +146,6 @@ def _on_spark(caller: str, num_proc: int | None, otherwise: str) -> Launcher:
 
     Raises EngineError, which names the ``caller`` and what to do ``otherwise``, if there is no session.
     """
-    from rankzero.compat.torch_distributor import active_session, engine_of_session
-
     if (session := active_session()) is None:
         raise EngineError(
             f"{caller} needs an active SparkSession: create one with SparkSession.builder, or {otherwise}"

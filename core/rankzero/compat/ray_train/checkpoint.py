@@ -56,10 +56,9 @@ class Checkpoint:
 
         Raises ResultError if the checkpoint is damaged, was deleted since it is not kept, or is a state.
         """
-        if path is None:
-            path = tempfile.mkdtemp(prefix="rankzero-checkpoint-")
-        self._copy(os.fspath(path))
-        return os.fspath(path)
+        target = tempfile.mkdtemp(prefix="rankzero-checkpoint-") if path is None else os.fspath(path)
+        self._copy(target)
+        return target
 
     def _copy(self, target: str) -> None:
         shutil.copytree(self.path, target, dirs_exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -92,18 +93,20 @@ class RayTrainReportCallback(_pl.Callback):  # type: ignore[misc]
         """Saves a checkpoint and reports it with the metrics, the epoch and the step."""
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
-        context = rt.get_context()
-        # Strategies with a part of each worker write below rank 0's path on every host. The first worker of each task
-        # reports what is there.
-        made = folder = rt.broadcast_object(tempfile.mkdtemp() if context.rank == 0 else "")
+        is_first, is_sharded = rt.get_context().rank == 0, rt.get_context().num_nodes > 1
+        # Strategies with a part of each worker write below rank 0's path on every host. The worker that creates this
+        # path on its host reports what is there.
+        made = folder = rt.broadcast_object(tempfile.mkdtemp() if is_first else "")
         while not os.path.exists(parent := os.path.dirname(made)):
             made = parent
-        os.makedirs(folder, 0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.makedirs(folder, 0o700)
+            is_first = True
         try:
             trainer.save_checkpoint(os.path.join(folder, self.CHECKPOINT_NAME), weights_only=False)
             with tempfile.TemporaryDirectory() as empty:
-                checkpoint = train.Checkpoint.from_directory(folder if context.local_rank == 0 else empty)
-                train.report(metrics, checkpoint, sharded=context.num_nodes > 1)
+                checkpoint = train.Checkpoint.from_directory(folder if is_first else empty)
+                train.report(metrics, checkpoint, sharded=is_sharded)
         finally:
             shutil.rmtree(made, ignore_errors=True)
 

@@ -96,15 +96,13 @@ class TorchTrainer:
 
     def fit(self) -> Result:
         """Trains, and returns the result. Raises TrainingFailedError, which describes the first cause."""
-        value, handle = self._base().followed(self, (), {})
-        return result_of(handle, value)
-
-    def _base(self) -> Launcher:
         from rankzero.compat.torch_distributor import active_session, engine_of_session
         from rankzero.launcher import Launcher
 
         session = active_session()
-        return self._launcher or Launcher(engine=None if session is None else engine_of_session(session))
+        launcher = self._launcher or Launcher(engine=None if session is None else engine_of_session(session))
+        value, handle = launcher.followed(self, (), {})
+        return result_of(handle, value)
 
     def launch_options(self) -> dict[str, Any]:
         """Returns the options of `rankzero.Launcher` that this trainer sets, also for a launcher of the caller."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -44,15 +45,19 @@ def report(
         TypeError: ``checkpoint`` is not a `Checkpoint`.
         UnsupportedError: another option was given.
         ResultError: the checkpoint cannot be written.
-        ValueError: rank 0 gave no checkpoint; with ``sharded``: not every worker gave one.
+        ValueError: rank 0 gave no checkpoint, or lacks a file of another; with ``sharded``: not every worker gave one.
     """
     config.refuse("report", options)
     if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
         raise TypeError(f"checkpoint is a {type(checkpoint).__name__}; give Checkpoint.from_directory(path)")
     with contextlib.nullcontext() if checkpoint is None else checkpoint.as_directory() as directory:
+        names = set(os.listdir(directory)) if directory else None
         rt.report(_scalars(metrics), checkpoint=directory, sharded=sharded)
     # No worker returns before the checkpoints of all are copied.
-    gave = rt.all_gather_object(checkpoint is not None)
+    found = rt.all_gather_object(names)
+    if not sharded and found[0] is not None and (lost := set().union(*filter(None, found)) - found[0]):
+        raise ValueError(f"rank 0's checkpoint lacks {', '.join(sorted(lost))} of other ranks: report sharded=True")
+    gave = [each is not None for each in found]
     if any(gave) and not (all(gave) if sharded else gave[0]):
         raise ValueError(
             f"rank {gave.index(True)} reported a checkpoint, and rank {gave.index(False)} none: report one on rank 0, "

@@ -204,9 +204,10 @@ class Coordinator:
     def _cycle(self) -> bool:
         """Exchanges a message, and executes what is ready. Returns False once all ranks have ended."""
         issued, now = self._receive(), time.monotonic()
-        oldest = min((one.since for one in list(self._mine.values()) if one.name in self._table), default=now)
+        # A rank may join long before the last one does.
+        stalled = [one.since for one in list(self._mine.values()) if one.name in self._table.keys() - {JOIN}]
         announced = [(one.name, *self._announced(one)) for one in issued]
-        message = self._has_ended, now - oldest > self._timeout, announced
+        message = self._has_ended, now - min(stalled, default=now) > self._timeout, announced
         found = [pickle.loads(each) for each in self._connections.gather(pickle.dumps(message))]
         for rank, (has_ended, _, operations) in enumerate(found):
             if has_ended:
@@ -214,7 +215,7 @@ class Coordinator:
             for name, *facts in operations:
                 self._table.setdefault(name, {})[rank] = _Issued(*facts)
         if any(is_expired for _, is_expired, _ in found):
-            lacking = [self._lacking(name) for name in sorted(self._table)]
+            lacking = [self._lacking(name) for name in sorted(self._table.keys() - {JOIN})]
             raise StallError(f"for {self._timeout:g} s {'; '.join(lacking[:5])}")
         self._quiet_since = 0.0 if any(operations for *_, operations in found) else self._quiet_since or now
         self._execute()
@@ -268,10 +269,10 @@ class Coordinator:
         self._end(request)
 
     def _end(self, request: Request, error: Exception | None = None) -> None:
-        """Gives a request its end; its name can be used again."""
+        """Gives a request its end; its name can be used again. A request whose events cannot be recorded stays."""
         with self._lock:
+            request.end(error)
             self._mine.pop(request.name, None)
-        request.end(error)
 
     def _refusal(self, name: str, of: dict[int, _Issued]) -> Exception | None:
         """Returns the error of an operation that differs between ranks, or that some lack; None if it is executed."""

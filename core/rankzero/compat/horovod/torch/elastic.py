@@ -88,7 +88,8 @@ class ObjectState:
         self._reset_callbacks: list[Callable[[], Any]] = []
         self._parts: Mapping[str, Any] = dict.fromkeys(kwargs)
         vars(self).update(kwargs)
-        self.save()
+        # Not a subclass's own method, whose attributes are not there yet.
+        ObjectState.save(self)
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], Any]]) -> None:
         """Registers functions to call when the world may have changed, before the training resumes."""
@@ -123,8 +124,10 @@ class ObjectState:
         """Saves the state, and makes it the checkpoint that the next attempt starts from.
 
         Returns on every rank once the checkpoint is durable, whatever happens to any rank after that. If the store
-        refuses the checkpoint, a message is logged and the previous commit stays.
+        refuses it, this is logged and the previous commit stays. Raises TypeError for a subclass without attributes.
         """
+        if not self._parts and type(self).save is not ObjectState.save:
+            raise TypeError(f"{type(self).__name__} has no attributes to commit: give them to ObjectState by keyword")
         self.save()
         self._is_used = True
         kept = {"number": self._number, "parts": self._parts}
@@ -154,6 +157,9 @@ class ObjectState:
         for name, state in states.items():
             if _has_state(value := getattr(self, name)):
                 value.load_state_dict(state)
+            elif isinstance(value, torch.Tensor) and isinstance(state, torch.Tensor):
+                # That of another rank, or of a checkpoint, is on the CPU.
+                setattr(self, name, state.to(value.device))
             else:
                 setattr(self, name, state)
 

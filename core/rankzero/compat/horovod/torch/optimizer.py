@@ -21,9 +21,6 @@ from rankzero.compat.horovod.torch.collectives import (
 from rankzero.compat.horovod.torch.operations import AVERAGE, HorovodInternalError, Request
 from rankzero.compat.horovod.torch.world import ProcessSet, global_process_set
 
-BUNCH = 16 << 20
-"""Bytes of gradients from which a backward pass issues them: fewer messages, and large collectives begin early."""
-
 _hooks: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()
 """The hook of each parameter, which belongs to the optimizer that was created last for it."""
 
@@ -70,6 +67,7 @@ def DistributedOptimizer(
     reducer.add_parameters()
     # The object and its class stay the same, since schedulers and scalers refer to it.
     own: Any = optimizer
+    own._step_supports_amp_scaling = _Scaling(reducer, getattr(own, "_step_supports_amp_scaling", False))
     own._rankzero, own.synchronize, own.skip_synchronize = reducer, reducer.synchronize, reducer.skip_synchronize
     own.zero_grad, own.set_backward_passes_per_step = reducer.zero_grad, reducer.set_passes
     own.__getstate__ = _refuse_copies
@@ -102,6 +100,17 @@ def _named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[torc
     return named
 
 
+class _Scaling:
+    """Tells torch's GradScaler whether a step unscales by itself, and reduces gradients, which are read after that."""
+
+    def __init__(self, reducer: _Reducer, is_supported: bool) -> None:
+        self._reducer, self._is_supported = reducer, is_supported
+
+    def __bool__(self) -> bool:
+        self._reducer.before_scaling()
+        return self._is_supported
+
+
 class _Reducer:
     """Starts the reduction of gradients during the backward pass, and waits for the results."""
 
@@ -113,17 +122,13 @@ class _Reducer:
     ) -> None:
         self._optimizer, self._zero_grad = optimizer, optimizer.zero_grad
         self._known, self._options, group = known, options, options[-1]
-        self._should_synchronize, self._is_synchronized = True, False
+        self._should_synchronize, self._is_synchronized, self._is_ready = True, False, False
         # A second optimizer may have parameters with the same names, such as the second network of a GAN.
         number = next(group.optimizers)
         self._suffix = f"#{number}" if number > 1 else ""
         self._names: dict[torch.Tensor, str] = {}
-        self._sent: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
-        """The gradients on their way, with the versions of their values."""
-        self._issued: dict[torch.Tensor, tuple[Request, Any]] = {}
-        """The handles of gradients that are issued, with the context of their compression."""
-        self._due = 0
-        """Bytes of the gradients that are not issued yet."""
+        self._sent: dict[torch.Tensor, tuple[torch.Tensor, int, Request, Any]] = {}
+        """The gradients on their way, each with its version, and the context of its compression."""
         self._hooked: set[torch.Tensor] = set()
         self._has_peers = group.size() > 1 and group.included()
 
@@ -167,13 +172,19 @@ class _Reducer:
         finally:
             self._should_synchronize = True
 
+    def before_scaling(self) -> None:
+        """Reduces gradients before a scaler unscales them; the step does not reduce them again."""
+        if self._should_synchronize and not self._is_synchronized:
+            self.synchronize()
+            self._is_ready = True
+
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Reduces gradients before a step; with a closure, after each call of the closure. A hook of the step."""
         closure = [*args[1:], kwargs.get("closure")][0]
-        if self._should_synchronize and (closure is None or self._has_begun()):
+        if self._should_synchronize and not self._is_ready and (closure is None or self._has_begun()):
             # With a closure: gradients of a backward pass before the step, as SAM has one.
             self.synchronize()
-        self._is_synchronized = False
+        self._is_synchronized = self._is_ready = False
         if closure is None or not self._should_synchronize:
             return None
 
@@ -202,7 +213,7 @@ class _Reducer:
                 "or synchronize() called twice: gradients are reduced a second time",
                 stacklevel=4,
             )
-        for parameter, (gradient, version) in self._sent.items():
+        for parameter, (gradient, version, *_) in self._sent.items():
             if parameter.grad is not gradient or gradient._version != version:
                 raise AssertionError(
                     f"the gradient of {self._names[parameter]!r} was changed on its way to the other ranks: call "
@@ -213,8 +224,6 @@ class _Reducer:
         for parameter in self._names:
             if parameter.requires_grad and parameter not in self._sent:
                 self._send(parameter)
-        self._is_synchronized = False
-        self._issue()
         errors = []
         for parameter in self._sent:
             try:
@@ -228,18 +237,15 @@ class _Reducer:
 
     def forget(self) -> None:
         """Waits for running reductions, and discards their results. A hook of `load_state_dict`."""
-        # elastic.run loads a state after such an error.
-        with contextlib.suppress(HorovodInternalError):
-            self._issue()
-        for request, _ in self._issued.values():
+        for _, _, request, _ in self._sent.values():
+            # elastic.run loads a state after such an error.
             with contextlib.suppress(HorovodInternalError):
                 request.wait()
         self._reset()
 
     def _reset(self) -> None:
         self._sent.clear()
-        self._issued.clear()
-        self._due, self._is_synchronized = 0, False
+        self._is_synchronized = self._is_ready = False
         self.set_passes(self._passes)
 
     def _has_begun(self) -> bool:
@@ -252,14 +258,14 @@ class _Reducer:
                 f"gradients of {self._names[parameter]!r} were computed more than backward_passes_per_step="
                 f"{self._passes} times before step(): increase it to accumulate gradients locally"
             )
-        self._is_synchronized = False
+        self._is_synchronized = self._is_ready = False
         self._left[parameter] -= 1
         if self._left[parameter] == 0:
             self._send(parameter)
 
     def _send(self, parameter: torch.Tensor) -> None:
-        """Has the gradient of a parameter issued, together with others."""
-        gradient = parameter.grad
+        name, gradient, context = f"gradient.{self._names[parameter]}", parameter.grad, None
+        op, before, after, group = self._options
         if gradient is None:
             # Another rank may have a gradient of this parameter.
             parameter.grad = gradient = torch.zeros_like(parameter)
@@ -268,28 +274,17 @@ class _Reducer:
                 f"the gradient of {self._names[parameter]!r} requires a gradient itself, which other ranks do not "
                 "know of: for create_graph=True call torch.autograd.grad"
             )
-        self._sent[parameter] = gradient, gradient._version
-        self._due += parameter.nbytes
-        if self._due >= BUNCH:
-            self._issue()
-
-    def _issue(self) -> None:
-        op, before, after, group = self._options
-        for parameter, (gradient, _) in self._sent.items():
-            if parameter in self._issued:
-                continue
-            name = f"gradient.{self._names[parameter]}"
-            if gradient.is_sparse and not self.sparse_as_dense:
-                self._issued[parameter] = sparse_allreduce_async(gradient, name, op, group), None
-                continue
+        if gradient.is_sparse and not self.sparse_as_dense:
+            request = sparse_allreduce_async(gradient, name, op, group)
+        else:
             # `detach` would count the reduction's writes as changes by the user.
             dense = gradient.to_dense() if gradient.is_sparse else gradient.data
             compressed, context = self.compression.compress(dense)
-            self._issued[parameter] = allreduce_async_(compressed, None, name, op, before, after, group), context
-        self._due = 0
+            request = allreduce_async_(compressed, None, name, op, before, after, group)
+        self._sent[parameter] = gradient, gradient._version, request, context
 
     def _store(self, parameter: torch.Tensor) -> None:
-        (gradient, _), (request, context) = self._sent[parameter], self._issued[parameter]
+        gradient, _, request, context = self._sent[parameter]
         reduced = request.wait()
         if not reduced.is_sparse:
             reduced = self.compression.decompress(reduced, context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import shutil
@@ -32,10 +33,14 @@ class RayTrainReportCallback(_transformers.TrainerCallback):  # type: ignore[mis
         # Each worker writes files into this folder of its host: all are complete behind this.
         rt.barrier()
         context = rt.get_context()
-        with tempfile.TemporaryDirectory() as folder:
-            # The first worker of each task reports what is there.
+        claim = f"{saved}.{context.run_id}-{context.attempt}"
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as claimed:
+            # One worker of each host reports what is there; of one task rank 0.
             if context.local_rank == 0 and os.path.isdir(saved):
-                shutil.copytree(saved, os.path.join(folder, self.CHECKPOINT_NAME))
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(claim)
+                    claimed.callback(os.rmdir, claim)
+                    shutil.copytree(saved, os.path.join(folder, self.CHECKPOINT_NAME))
             train.report(metrics, train.Checkpoint.from_directory(folder), sharded=context.num_nodes > 1)
 
 
