@@ -145,6 +145,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "parameters": lambda: dict(Net().named_parameters()),
     "frozen parameter": lambda: {"x": torch.nn.Parameter(torch.ones(2), requires_grad=False)},
     "integer parameter": lambda: torch.nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False),
+    "float8 with requires_grad": lambda: torch.ones(3).to(torch.float8_e4m3fn).requires_grad_(),
     "float8 parameter": lambda: torch.nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn)),
     "tensor with attributes": lambda: {"x": tagged(torch.ones(2), unit="m"), "y": torch.zeros(1)},
     "parameter with attributes": lambda: {"x": tagged(torch.nn.Parameter(torch.ones(2)), no_decay=True)},

@@ -201,6 +201,24 @@ def test_an_error_of_the_model_stays_its_own_and_leaves_no_rows(monkeypatch: pyt
     assert len([name for name in os.listdir(table.uri) if name.startswith("part")]) == 1
 
 
+def test_nothing_that_has_appeared_of_a_call_that_raises_stays(launcher: Launcher) -> None:
+    def train() -> None:
+        def refuse(folder: str) -> None:
+            if any(name.startswith("part") for name in os.listdir(folder)):
+                raise OSError("the disk is full")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store, "sync_directory", refuse)
+            with pytest.raises(ResultError, match="the disk is full"):
+                rt.write_rows({"id": torch.arange(2)})
+        with pytest.raises(RuntimeError, match="out of memory"):
+            rt.write_rows(_failing(2))
+
+    handle = launcher.submit(train)
+    handle.result(60)
+    assert not [path for path in Path(handle.directory).rglob("tables/**/*") if path.is_file()]
+
+
 def test_a_buffer_that_a_generator_reuses_changes_no_row() -> None:
     numbers, values = numpy.zeros(2, "int64"), torch.zeros(2)
     frame = pa.RecordBatch.from_arrays([pa.array(numbers)], ["number"])

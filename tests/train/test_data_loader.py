@@ -237,6 +237,27 @@ def test_it_goes_on_in_the_middle_of_an_epoch(as_rank: Any, world_before: int, w
     assert set(seen) == set(range(ROWS))
 
 
+class Sized(Range):
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_position_is_that_of_ranks_with_other_numbers_of_rows(as_rank: Any, shard: bool) -> None:
+    def loader(rank: int, world_size: int) -> Any:
+        as_rank(rank, world_size)
+        data = Sized(0, ROWS if shard else 10 + rank)
+        return rt.prepare_data_loader(DataLoader(data, 2), shard=shard, pad=False)
+
+    first = loader(0, 2)
+    list(itertools.islice(first, 2))
+    state = first.state_dict()
+    for rank, world_size in ((1, 2), (0, 1)):
+        whole, again = loader(rank, world_size), loader(rank, world_size)
+        again.load_state_dict(state)
+        assert rows_of(again) == rows_of(whole)[8 // world_size :]
+
+
 @pytest.mark.parametrize("kind", [DataLoader, Stateful])
 @pytest.mark.parametrize(("size", "begin"), [(4, 12), (2, 12), (5, 10)])
 def test_a_position_is_converted_to_another_batch_size(as_rank: Any, kind: Any, size: int, begin: int) -> None:
@@ -302,6 +323,9 @@ def test_an_order_follows_the_seed_of_the_loaders_generator(as_rank: Any) -> Non
         assert order(used) == order(used) == first, "after a restart, too"
         assert order(used, seed=2) == second
         assert used.initial_seed() == 1
+    batches = BatchSampler(RandomSampler(range(ROWS), generator=used), 4, drop_last=False)
+    orders = [rows_of(rt.prepare_data_loader(DataLoader(Numbers(), batch_sampler=batches))) for _ in range(2)]
+    assert orders[0] == orders[1]
 
 
 class Backwards(SequentialSampler):

@@ -124,6 +124,12 @@ def test_whole_states_are_copies_that_later_steps_do_not_change(launcher: Launch
         step(model, optimizer, torch.ones(1, 4, 2))
         weights, moments = rt.full_state_dict(model), rt.full_optimizer_state_dict(model, optimizer).get("state")
         before = copy.deepcopy((weights, moments))
+        # What torch has gathered is not copied once more.
+        with pytest.MonkeyPatch.context() as patch:
+            copies: list[Any] = []
+            patch.setattr(torch.Tensor, "__deepcopy__", lambda each, _: copies.append(each.shape) or each)
+            rt.full_state_dict(model), rt.full_optimizer_state_dict(model, optimizer)
+            assert rt.get_context().rank or strategy == "ddp" or not [shape for shape in copies if len(shape) > 1]
         step(model, optimizer, torch.ones(1, 4, 2))
         if weights:
             torch.testing.assert_close((weights, moments), before, rtol=0, atol=0)
@@ -210,6 +216,43 @@ def test_the_settings_of_a_group_are_those_of_its_parameters(own_group: None, st
         saved.step()
     rt.load_full_optimizer_state_dict(model, other, rt.full_optimizer_state_dict(model, saved))
     assert [group["lr"] for group in other.param_groups] == [0.25, 0.5]
+
+
+def test_a_parameter_without_a_gradient_has_no_state(own_group: None) -> None:
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    saved, again = (torch.optim.Adam(model.parameters()) for _ in range(2))
+    model[0](torch.ones(1, 2)).sum().backward()
+    saved.step()
+    rt.load_full_optimizer_state_dict(model, again, rt.full_optimizer_state_dict(model, saved))
+    assert set(again.state) == set(saved.state) == set(model[0].parameters())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_state_of_another_optimizer_is_refused_on_every_rank(launcher: Launcher, strategy: Any) -> None:
+    def train() -> list[Any]:
+        import torch
+
+        import rankzero.train as rt
+
+        def made(width: int, parts: int = 1, groups: int = 1) -> Any:
+            layers = [torch.nn.Linear(3, width)] + [torch.nn.Linear(width, width) for _ in range(parts - 1)]
+            model = rt.prepare_model(torch.nn.Sequential(*layers), strategy)
+            parameters = list(model.parameters())
+            optimizer = torch.optim.AdamW([{"params": parameters[n::groups]} for n in range(groups)])
+            step(model, optimizer, torch.ones(1, 4, 3))
+            return model, optimizer
+
+        found = []
+        for saved in (made(2), made(4, parts=2), made(4, groups=2)):
+            with pytest.raises(RuntimeError) as caught:
+                rt.load_full_optimizer_state_dict(*made(4), rt.full_optimizer_state_dict(*saved))
+            found.append(str(caught.value))
+        return rt.all_gather_object(found)
+
+    first, second = launcher.run(train)
+    assert first == second
+    for message, expected in zip(first, ["'0.weight' has the shape", "no '1.weight'", "'param_groups'"], strict=True):
+        assert expected in message
 
 
 def test_units_are_sharded_apart_and_compute_in_their_type(launcher: Launcher) -> None:

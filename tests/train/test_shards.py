@@ -67,6 +67,15 @@ def test_of_a_view_only_what_it_shows_is_written() -> None:
     assert read(written)["same"].tolist() == [2, 3, 4, 5]
 
 
+def test_what_cannot_be_read_back_is_refused_when_it_is_written() -> None:
+    class TwoWords(Exception):
+        def __init__(self, one: str, two: str) -> None:
+            super().__init__(f"{one} {two}")
+
+    with pytest.raises(ResultError, match="cannot be read back: TypeError"):
+        write({"error": TwoWords("a", "b")})
+
+
 def test_what_cannot_be_loaded_elsewhere_is_a_result_error(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("only_there")
     module.Thing = type("Thing", (), {"__module__": "only_there"})  # type: ignore[attr-defined]

@@ -39,6 +39,36 @@ def test_later_changes_are_no_part_of_it(tmp_path: Path) -> None:
     assert first["w"].data_ptr() == first["again"].data_ptr()
 
 
+class TwoWords(Exception):
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(f"{one} {two}")
+
+
+def shrunk() -> torch.Tensor:
+    tensor = torch.ones(100)
+    tensor.untyped_storage().resize_(40)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"), [(lambda: TwoWords("a", "b"), "cannot be read back: TypeError"), (shrunk, "memory .* freed")]
+)
+def test_what_cannot_be_read_back_is_no_checkpoint(tmp_path: Path, make: Any, reason: str) -> None:
+    sent: list[Any] = []
+    parts = Parts(Start(str(tmp_path), run_token="", shared=True, scratch=""), str)
+    writer = CheckpointWriter(parts, 0, 0, 1, sent.append)
+    with pytest.raises(ResultError, match=reason):
+        writer.write({"value": make()}, {}, 0.0, sharded=False)
+    assert sent == [PartBegun(0), PartFailed(0)]
+    # What was read back may hold the memory of the file.
+    loop: list[Any] = [numpy.ones(1 << 16)]
+    loop.append(loop)
+    for _ in range(2):
+        writer.write({"value": loop}, {}, 0.0, sharded=False)
+    writer.finish()
+    assert len([message for message in sent if isinstance(message, Part)]) == 2
+
+
 def test_who_waits_for_a_checkpoint_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = Start(str(tmp_path), run_token="", shared=True, scratch="")
     parts = Parts(start, str)

@@ -22,7 +22,7 @@ BUFFER = 256 << 10
 """Bytes of each column that are read at a time of a row group that is decoded in pieces."""
 
 _kept: dict[tuple[str, ...], Any] = {}
-"""By files and columns, all rows of datasets of one window, which every epoch reads; together of one window's size."""
+"""By files and columns, all rows of datasets of one window, which every epoch reads; any thread may clear it."""
 
 
 class Reader:
@@ -63,8 +63,8 @@ class Reader:
         """Returns the rows of these pieces as one record batch; those of a dataset of one window are kept."""
         import pyarrow as pa
 
-        if self._key in _kept:
-            return _kept[self._key]
+        if (kept := _kept.get(self._key)) is not None:
+            return kept
         read = []
         last = {self._groups[piece.group][0].location: piece for piece in pieces}
         for piece in pieces:

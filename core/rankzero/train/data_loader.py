@@ -24,9 +24,10 @@ from rankzero.train.process_group import broadcast_object
 class PreparedDataLoader(Epochs):
     """A loader of this rank's share, as `prepare_data_loader` returns it. It has the attributes of ``loader``."""
 
-    def __init__(self, loader: DataLoader[Any], device: torch.device | None) -> None:
+    def __init__(self, loader: DataLoader[Any], device: torch.device | None, is_shared_out: bool) -> None:
         super().__init__()
         self.loader = loader
+        self._is_shared_out = is_shared_out
         self._device = device
         self._sampled = getattr(loader.sampler, "epoch", None)
         self._skips = False
@@ -65,11 +66,12 @@ class PreparedDataLoader(Epochs):
             self.loader.load_state_dict(own)  # type: ignore[attr-defined]
         if not self._skips:
             return iter(self.loader)
-        if self.loader.batch_sampler is None or hasattr(self.loader, "load_state_dict"):
+        chosen: Any = None if isinstance(self.loader.dataset, IterableDataset) else self.loader.batch_sampler
+        if chosen is None or hasattr(self.loader, "load_state_dict"):
             return islice(self.loader, at.done, None)
         # The rows of the batches that are skipped are not loaded.
         rest = copy.copy(self.loader)
-        _replace(rest, batch_sampler=islice(self.loader.batch_sampler, at.done, None), _iterator=None)
+        _replace(rest, batch_sampler=islice(chosen, at.done, None), _iterator=None)
         return iter(rest)
 
     def state_dict(self) -> dict[str, Any]:
@@ -84,9 +86,10 @@ class PreparedDataLoader(Epochs):
         return state
 
     def _shape(self) -> dict[str, Any]:
-        rows = None
+        rows, data = None, self.loader.dataset
         with contextlib.suppress(TypeError):
-            rows = len(self.loader.dataset)  # type: ignore[arg-type]
+            # Of the whole data, which all ranks have, or unknown for a share.
+            rows = len(getattr(data, "_source", data)) if self._is_shared_out else None  # type: ignore[arg-type]
         return {"world_size": get_context().world_size, "batch_size": self.loader.batch_size, "rows": rows}
 
     def _consumed(self, state: Mapping[str, Any], now: Mapping[str, Any]) -> int:
@@ -162,7 +165,7 @@ def prepare_data_loader(
         else:
             _replace(mine, **_samplers_of(loader, *share))
     device = context.device if move else None
-    return PreparedDataLoader(mine, None if device is None or device.type == "cpu" else device)
+    return PreparedDataLoader(mine, None if device is None or device.type == "cpu" else device, shard)
 
 
 def _replace(loader: DataLoader[Any], **attributes: Any) -> None:
@@ -241,8 +244,10 @@ class _ShareOf(IterableDataset[Any]):
     def _drawn(self) -> list[Any]:
         """Returns the order of this epoch, which is the same when training resumes inside the epoch."""
         seed = self._seed + self._epoch
-        if isinstance(getattr(self._source, "generator", None), torch.Generator):
-            self._source.generator = torch.Generator().manual_seed(seed)
+        part: Any
+        for part in (self._source, getattr(self._source, "sampler", None)):
+            if isinstance(getattr(part, "generator", None), torch.Generator):
+                part.generator = torch.Generator().manual_seed(seed)
         with torch.random.fork_rng(devices=[]):
             # Unlike torch.manual_seed it leaves the random numbers of GPUs unchanged, such as those of dropout.
             torch.default_generator.manual_seed(seed)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import TYPE_CHECKING, Any, Literal
 
 from rankzero.train.context import get_context
 from rankzero.train.process_group import broadcast_object, ensure_process_group
+from rankzero.values import tensors
 
 if TYPE_CHECKING:
     import torch
@@ -138,7 +139,8 @@ def full_state_dict(model: nn.Module) -> State:
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    return _on_rank_zero(get_model_state_dict(model, options=_options()))
+    live = [*model.parameters(), *model.buffers()]
+    return _on_rank_zero(get_model_state_dict(model, options=_options()), live)
 
 
 def load_full_state_dict(model: nn.Module, state: State) -> None:
@@ -155,17 +157,7 @@ def load_full_state_dict(model: nn.Module, state: State) -> None:
 
     ensure_process_group()
     own = _shapes(get_model_state_dict(model))
-    given: dict[str, Any] = broadcast_object(_shapes(state))
-    # torch broadcasts a tensor of another shape into a sharded parameter, and only some ranks notice other names.
-    differ = [f"the weights lack {name!r}" for name in own if name not in given]
-    differ += [f"the model has no {name!r}" for name in given if name not in own]
-    differ += [
-        f"{name!r} has the shape {given[name]}, and {shape} here"
-        for name, shape in own.items()
-        if given.get(name, shape) != shape
-    ]
-    if differ:
-        raise RuntimeError(f"the weights do not fit the model by {len(differ)} tensors: {'; '.join(differ[:3])}")
+    _compare("weights", own, broadcast_object(_shapes(state)))
     # torch renames the keys of the dict that it is given.
     set_model_state_dict(model, dict(state) if get_context().rank == 0 else {}, options=_options(loading=True))
 
@@ -185,7 +177,8 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     has_state = bool(optimizer.state)
-    state = _on_rank_zero(get_optimizer_state_dict(model, optimizer, options=_options()))
+    gathered = get_optimizer_state_dict(model, optimizer, options=_options())
+    state = _on_rank_zero(gathered, [list(optimizer.state.values()), optimizer.param_groups])
     if not has_state:
         # torch has made one by a step at a learning rate of 0, which would count as the first step.
         optimizer.state.clear()
@@ -202,25 +195,56 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Opti
         optimizer: Made after `prepare_model`, with the same groups of parameters as before. Its previous state and its
             gradients are discarded.
         state: The optimizer's state. Only rank 0's is used: the other ranks may pass the same dict or an empty one.
+
+    Raises:
+        RuntimeError: the state is of other parameters, groups or shapes. Every rank raises it.
     """
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
     ensure_process_group()
-    is_stateless = "state" in state and not state["state"]
-    groups = broadcast_object(state["param_groups"] if is_stateless else None)
     optimizer.state.clear()
-    if groups is not None:
-        # torch refuses a state without tensors, such as that of plain SGD.
-        saved = {name: group for group in groups for name in group["params"]}
-        own: Any = get_optimizer_state_dict(model, optimizer)["param_groups"]
-        optimizer.state.clear()
-        for group, named in zip(optimizer.param_groups, own, strict=True):
-            group.update({**saved[named["params"][0]], "params": group["params"]})
-        return
     # torch makes the tensors to load into by a step, which it skips if there are gradients.
     optimizer.zero_grad(set_to_none=True)
-    given = state if get_context().rank == 0 else {}
-    set_optimizer_state_dict(model, optimizer, given, options=_options(loading=True))
+    own: Any = get_optimizer_state_dict(model, optimizer)
+    mine, saved = ({name: _shapes(part) for name, part in each.get("state", {}).items()} for each in (own, state))
+    groups, saved = broadcast_object((state.get("param_groups", []), saved))
+    # A parameter that never had a gradient has none.
+    both = mine.keys() & saved.keys()
+    _compare("moments", _layout(own["param_groups"], mine, both), _layout(groups, saved, both))
+    if saved:
+        given = state if get_context().rank == 0 else {}
+        set_optimizer_state_dict(model, optimizer, given, options=_options(loading=True))
+    group_of = {name: group for group in groups for name in group["params"]}
+    for group, named in zip(optimizer.param_groups, own["param_groups"], strict=True):
+        if not saved:
+            # torch refuses a state without tensors, such as that of plain SGD.
+            group.update({**group_of[named["params"][0]], "params": group["params"]})
+        for parameter, name in zip(group["params"], named["params"], strict=False):
+            if name not in saved:
+                # It never had a gradient, and torch has given it the state of a first step.
+                optimizer.state.pop(parameter, None)
+
+
+def _layout(groups: list[dict[str, Any]], shapes: Mapping[str, Any], both: Set[str]) -> dict[str, Any]:
+    """Returns what the states of an optimizer that are compared must have alike, by parameter."""
+    names = [name for group in groups for name in group["params"]]
+    return {"param_groups": [len(groups)]} | {name: shapes[name] if name in both else {} for name in names}
+
+
+def _compare(what: str, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raises RuntimeError for a state with other names or shapes than the model's, on every rank.
+
+    torch broadcasts a tensor of another shape into a sharded parameter, and only some ranks notice other names.
+    """
+    differ = [f"the {what} lack {name!r}" for name in own if name not in given]
+    differ += [f"the model has no {name!r}" for name in given if name not in own]
+    differ += [
+        f"{name!r} has the shape {given[name]}, and {shape} here"
+        for name, shape in own.items()
+        if given.get(name, shape) != shape
+    ]
+    if differ:
+        raise RuntimeError(f"the {what} do not fit the model by {len(differ)} tensors: {'; '.join(differ[:3])}")
 
 
 def _options(*, loading: bool = False) -> Any:
@@ -233,11 +257,24 @@ def _options(*, loading: bool = False) -> Any:
     )
 
 
-def _on_rank_zero(state: Any) -> State:
-    """Returns a copy of a state on rank 0, and an empty one on every other rank."""
-    return copy.deepcopy(state) if get_context().rank == 0 else {}
+def _on_rank_zero(state: Any, live: Any) -> State:
+    """Returns a state on rank 0 with copies of the tensors that are live, and an empty one on every other rank."""
+    from torch.utils._pytree import tree_leaves
+
+    if get_context().rank != 0:
+        return {}
+    memories = {None, *(_memory(each.to_local() if _is_part(each) else each) for each in tree_leaves(live))}
+    # What torch has gathered is a copy already; the extra state of a module may be anything.
+    found = tree_leaves([value for name, value in state.items() if not name.endswith("_extra_state")])
+    return copy.deepcopy(state, {id(each): each for each in found if _memory(each) not in memories})
 
 
-def _shapes(state: Mapping[str, Any]) -> dict[str, list[int] | None]:
-    """Returns the whole shape of each tensor by its name; None for other values."""
-    return {name: list(value.shape) if hasattr(value, "shape") else None for name, value in state.items()}
+def _memory(tensor: Any) -> int | None:
+    """Returns the address of a dense tensor's memory; None for other values."""
+    is_dense = hasattr(tensor, "layout") and tensors.is_dense(tensor)
+    return tensor.untyped_storage().data_ptr() if is_dense else None
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Returns the whole shape of each tensor by its name; that of a number for other values."""
+    return {name: list(getattr(value, "shape", ())) for name, value in state.items()}

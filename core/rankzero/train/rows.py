@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import pathlib
@@ -67,11 +68,12 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
         for batch in [batches] if is_one else batches:
             writer.add(batch)
         writer.write()
+        writer.close()
     except BaseException:
-        with contextlib.suppress(Exception):
-            writer.files.__exit__(*sys.exc_info())
+        for undo in (functools.partial(writer.files.__exit__, *sys.exc_info()), writer.remove):
+            with contextlib.suppress(Exception):
+                undo()
         raise
-    writer.close()
     return Table(writer.folder)
 
 
@@ -100,6 +102,7 @@ class _TableWriter:
         self.files = contextlib.ExitStack()
         """The open files, which appear when it is closed, and never after an exception."""
         self._writers: dict[str, tuple[Any, IO[bytes]]] = {}
+        self._appeared: list[str] = []
 
     def add(self, batch: Any) -> None:
         """Adds rows. Raises TypeError for a column whose type fits no earlier one, ResultError as `write_rows`."""
@@ -124,6 +127,14 @@ class _TableWriter:
         self._unify(*others.values())
         if self._schema is not None:
             self._session.row_schemas[self._name] = self._schema
+
+    def remove(self) -> None:
+        """Removes the files that have appeared, of a call that raises."""
+        if self._parts is not None:
+            self._parts.check_directory()
+        # The file by which it has begun comes last.
+        while self._appeared:
+            (self._client.remove if self._client else os.remove)(self._appeared.pop())
 
     def _unify(self, *found: Any) -> None:
         """Adds columns to the schema of this rank's rows. Raises TypeError if they do not fit together."""
@@ -179,6 +190,7 @@ class _TableWriter:
                 remote.discard(file, ResultError(str(error)))
                 raise
             file.close()
+            self._appeared.append(path)
             return
         store.make_directory(os.path.dirname(path))
         with store.atomic_file(path) as file:
@@ -187,6 +199,7 @@ class _TableWriter:
             os.fsync(file.fileno())
             if self._parts is not None:
                 self._parts.check_directory()
+        self._appeared.append(path)
         # Up to the run directory.
         for folder in itertools.islice(pathlib.PurePath(path).parents, 4):
             store.sync_directory(str(folder))

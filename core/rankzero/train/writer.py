@@ -136,19 +136,19 @@ class CheckpointWriter:
 
     def _take(self, value: Any, directory: str | None, facts: dict[str, Any]) -> IO[bytes]:
         """Returns a copy of a checkpoint as an open file, and adds facts about it."""
-        source: IO[bytes] = io.BytesIO()
+        memory = io.BytesIO()
         if directory is not None:
             # The training function may delete the directory when `report` returns.
             is_distributed = facts["sharded"] and formats.is_distributed(directory)
             facts["format"] = formats.DISTRIBUTED if is_distributed else formats.DIRECTORY
-            source, facts["size"], facts["sha256"] = self._parts.archive(directory)
+            archive, facts["size"], facts["sha256"] = self._parts.archive(directory)
         elif sharding.has_sharded(value):
-            facts |= {"format": formats.SHARDS, **sharding.write_to(value, source)}
+            facts |= {"format": formats.SHARDS, **sharding.write_to(value, memory)}
         else:
             facts["format"] = formats.choose(value)
-            facts["size"], facts["sha256"] = formats.write_to(value, facts["format"], source)
+            facts["size"], facts["sha256"] = formats.write_to(value, facts["format"], memory)
         facts["file"] = f"rank-{self._rank}.{facts['format']}"
-        return source
+        return memory if directory is None else archive
 
     def finish(self) -> None:
         """Waits until all copied checkpoints are written. Raises ResultError if the disk has refused one."""
@@ -194,12 +194,14 @@ class CheckpointWriter:
                 self._changed.wait_for(lambda: self._waiting)
                 self._writing += 1
                 facts, source = self._waiting.popleft()
-            # Closing it frees the memory before the next report may copy.
-            with source:
-                self._write(facts, source)
-            with self._changed:
-                self._writing -= 1
-                self._changed.notify_all()
+            try:
+                # Closing it frees the memory before the next report may copy, unless what was read back is garbage.
+                with contextlib.suppress(BufferError), source:
+                    self._write(facts, source)
+            finally:
+                with self._changed:
+                    self._writing -= 1
+                    self._changed.notify_all()
 
     def _write(self, facts: dict[str, Any], source: IO[bytes]) -> None:
         try:

@@ -29,46 +29,18 @@ class Writable(Protocol):
         """Writes all of the given bytes."""
 
 
-class Digest:
-    """The digest of bytes that are added piece by piece. They may be written to a file at the same time."""
-
-    def __init__(self, file: Writable | None = None) -> None:
-        """Creates the digest of no bytes. `write` writes to the file."""
-        self._blocks = [hashlib.sha256()]
-        self._file = file
-        self.size = 0
-
-    def update(self, data: Any) -> None:
-        """Adds bytes to the end."""
-        view = memoryview(data).cast("B")
-        while view:
-            if self.size and not self.size % BLOCK:
-                self._blocks.append(hashlib.sha256())
-            piece = view[: BLOCK - self.size % BLOCK]
-            self._blocks[-1].update(piece)
-            self.size, view = self.size + len(piece), view[len(piece) :]
-
-    def write(self, data: Any) -> int:
-        """Writes all of the bytes to the file and adds them; the caller may reuse their memory afterwards."""
-        assert self._file
-        self._file.write(data)
-        self.update(data)
-        return memoryview(data).nbytes
-
-    def flush(self) -> None:
-        """Does nothing, since the file has all bytes."""
-
-    def text(self) -> str:
-        """Returns the digest of everything that was added."""
-        return _text([block.digest() for block in self._blocks])
-
-
 def digest_of(parts: Sequence[bytes | bytearray | memoryview]) -> str:
     """Returns the digest of a file that consists of the concatenated parts."""
-    digest = Digest()
+    blocks, size = [hashlib.sha256()], 0
     for part in parts:
-        digest.update(part)
-    return digest.text()
+        view = memoryview(part).cast("B")
+        while view:
+            if size and not size % BLOCK:
+                blocks.append(hashlib.sha256())
+            piece = view[: BLOCK - size % BLOCK]
+            blocks[-1].update(piece)
+            size, view = size + len(piece), view[len(piece) :]
+    return _text([block.digest() for block in blocks])
 
 
 def digest_of_file(path: str) -> str:

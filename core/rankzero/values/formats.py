@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import IO, TYPE_CHECKING, Any
 
 from rankzero.errors import ResultError
 from rankzero.values import digest as digests
 from rankzero.values import pickled, tensors
-from rankzero.values.digest import Digest, Writable
+from rankzero.values.digest import Writable
 from rankzero.values.plain import is_json
 
 if TYPE_CHECKING:
@@ -35,8 +37,6 @@ DISTRIBUTED = "dcp.tar"
 """Format of one rank's directory from ``torch.distributed.checkpoint``, which is loaded with those of all ranks."""
 SHARDS = "shards"
 """Format of one rank's pieces of a sharded state, for checkpoints: see `rankzero.values.sharded`."""
-
-_TAR_WRITES = 1 << 20
 
 
 def choose(value: object) -> str:
@@ -61,18 +61,28 @@ def write(value: object, file_format: str, path: str) -> tuple[int, str]:
         _dump(value, file_format, hashed)
         file.flush()
         if file_format != JSON:
-            with pickled.loading(f"a value of type {pickled.type_name(value)} was written, but cannot be read back"):
+            with pickled.reading_back(value):
                 _read(file, file_format)
-        # The disk writes while the cores hash.
-        digest = hashed.text(functools.partial(os.fsync, file.fileno()))
-        return os.fstat(file.fileno()).st_size, digest
+        return _complete(hashed, file)
 
 
-def write_to(value: object, file_format: str, file: Writable) -> tuple[int, str]:
-    """Writes a value to an open file like `write`, but does not read it back."""
-    hashing = Digest(file)
-    _dump(value, file_format, hashing)
-    return hashing.size, hashing.text()
+def _complete(hashed: digests.FileDigest, file: IO[bytes]) -> tuple[int, str]:
+    """Returns a file's size in bytes and its digest. The disk writes while the cores hash."""
+    digest = hashed.text(functools.partial(os.fsync, file.fileno()))
+    return os.fstat(file.fileno()).st_size, digest
+
+
+def write_to(value: object, file_format: str, file: io.BytesIO) -> tuple[int, str]:
+    """Writes a value to an empty file in memory like `write`."""
+    _dump(value, file_format, file)
+    with pickled.reading_back(value):
+        if file_format == TORCH:
+            # Without the memory of the tensors.
+            file.seek(0)
+            sys.modules["torch"].load(file, map_location="meta", weights_only=True)
+        elif file_format == PICKLE:
+            pickled.unpack(file.getbuffer(), pickled.Loader)
+    return file.seek(0, os.SEEK_END), digests.digest_of([file.getbuffer()])
 
 
 def _dump(value: object, file_format: str, file: Writable) -> None:
@@ -95,15 +105,24 @@ def write_directory(directory: str, path: str) -> tuple[int, str]:
     """Writes a directory tree as one uncompressed tar file; returns like `write`."""
     import tarfile
 
-    with open(path, "wb") as file:
-        sink = Digest(file)
+    with open(path, "w+b") as file:
+        hashed = digests.FileDigest(file)
         # Links are followed: their targets may not exist where the checkpoint is opened.
-        writing: Any = {"fileobj": sink, "mode": "w|", "dereference": True, "bufsize": _TAR_WRITES}
+        writing: Any = {"fileobj": hashed, "mode": "w|", "dereference": True, "bufsize": 1 << 20}
         with tarfile.open(**writing) as archive:
+            archive.gettarinfo = functools.partial(_entry, archive.gettarinfo)  # type: ignore[method-assign]
             archive.add(directory, arcname=".")
-        file.flush()
-        os.fsync(file.fileno())
-        return sink.size, sink.text()
+        return _complete(hashed, file)
+
+
+def _entry(read: Callable[..., Any], name: str, *more: Any) -> Any:
+    """Returns the tar entry of a file or folder; None leaves out others, and links to a folder around the link."""
+    inside = os.path.join(os.path.realpath(os.path.dirname(name)), "")
+    is_loop = os.path.islink(name) and inside.startswith(os.path.join(os.path.realpath(name), ""))
+    if not is_loop and (os.path.isfile(name) or os.path.isdir(name)):
+        return read(name, *more)
+    print(f"rankzero: the checkpoint leaves out {name}, which is no file, or a link that cannot be followed")
+    return None
 
 
 def unpack(archive: tarfile.TarFile, target: str | os.PathLike[str]) -> None:

@@ -20,6 +20,7 @@ import operator
 import pickle
 import struct
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,8 +35,6 @@ _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 64
 
 Part = bytes | memoryview
-
-_PARALLEL = "torch.nn.parallel.distributed.DistributedDataParallel"
 
 _INSTEAD = "Return its state (a state_dict, numbers) instead; metrics and logs of a run are kept"
 
@@ -103,7 +102,7 @@ def pickler() -> Any:
                     "a value holds a DTensor, of which this rank has only its part: return "
                     "rankzero.train.full_state_dict(model), called on every rank, or give it to report(checkpoint=...)"
                 )
-            if f"{type(obj).__module__}.{type(obj).__name__}" == _PARALLEL:
+            if type_name(obj) == "torch.nn.parallel.distributed.DistributedDataParallel":
                 # The model inside, since the other one needs a process group.
                 return operator.getitem, ((obj.module,), 0)
             return tensors.reduce(obj) or with_qualname(super().reducer_override(obj), obj)
@@ -111,8 +110,11 @@ def pickler() -> Any:
     return Pickler
 
 
-_made: dict[tuple[str, str], Any] = {}
-"""Classes that came by value, by module and qualified name."""
+_of_payload: dict[tuple[str, str], Any] = {}
+"""Classes that came by value with this process's function, by module and qualified name."""
+
+_names = weakref.WeakKeyDictionary[Any, str]()
+"""Qualified names of all classes that came by value."""
 
 _unset: list[Any] = []
 """Those that have no attributes yet."""
@@ -129,18 +131,20 @@ def with_qualname(reduced: Any, cls: Any) -> Any:
     """
     if not (isinstance(cls, type) and isinstance(reduced, tuple) and len(reduced) == 6):
         return reduced
-    names = (name for (_, name), known in _made.items() if known is cls)
-    name = cls.__qualname__ if _class_in(cls.__module__, cls.__qualname__) is cls else next(names, None)
+    name = cls.__qualname__ if _class_in(cls.__module__, cls.__qualname__) is cls else _names.get(cls)
     if name is None or cls.__module__ in ("__main__", "__mp_main__"):
         return reduced
     return make_class, (cls.__module__, name, *reduced[:2]), reduced[2], None, None, set_class
 
 
-def make_class(module: str, name: str, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Returns the class of that module and qualified name, which is made if this process has none."""
-    found = _class_in(module, name) or _made.get((module, name))
+def make_class(
+    module: str, name: str, make: Callable[..., Any], args: tuple[Any, ...], made: dict[Any, Any] = _of_payload
+) -> Any:
+    """Returns the class of that module and qualified name, which is made if neither process nor ``made`` has one."""
+    found = _class_in(module, name) or _of_payload.get((module, name)) or made.get((module, name))
     if found is None:
-        found = _made[module, name] = make(*args)
+        found = made[module, name] = make(*args)
+        _names[found] = name
         _unset.append(found)
     return found
 
@@ -190,6 +194,12 @@ class Loader(pickle.Unpickler):
         """Takes the arguments of `pickle.Unpickler`."""
         super().__init__(*args, **options)
         self._sets: dict[int, Any] = {}
+        self._made: dict[Any, Any] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Finds a class or function. Classes by value are this file's own: another may have other versions of them."""
+        found = super().find_class(module, name)
+        return functools.partial(make_class, made=self._made) if found is make_class else found
 
     def persistent_load(self, pid: Any) -> Any:
         """Returns the string, tuple or set for which the pickle holds the given object."""
@@ -232,6 +242,11 @@ def loading(what: str) -> Iterator[None]:
         elif isinstance(error, AttributeError) and "Can't get attribute" in str(error):
             do = "The class or function was renamed, moved or removed since: load it with the code that wrote it"
         raise ResultError(f"{what}: {_why(error)}. {do}") from error
+
+
+def reading_back(value: object) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which a written value is loaded, to prove that it can be."""
+    return loading(f"a value of type {type_name(value)} was written, but cannot be read back")
 
 
 def type_name(value: object) -> str:

@@ -29,9 +29,6 @@ _EXACT_FLOATS = 1e16
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # JSON's reader joins two surrogates to one character, and UTF-8 has none.
 
-_NUMERIC_KINDS = "biuf"
-# Kinds of numpy's types: booleans, integers, floats.
-
 _REPEATS = 1000
 """Containers that may be visited repeatedly, in addition to twice the number of all containers."""
 
@@ -156,7 +153,8 @@ def plain_view(value: object, most: int) -> Any:
             return [view(each, depth + 1) for each in item]
         if type(item) is dict and all(map(_is_text, item)):
             return {key: view(each, depth + 1) for key, each in item.items()}
-        is_number = getattr(item, "ndim", 1) == 0 and getattr(item.dtype, "kind", "f") in _NUMERIC_KINDS
+        # Kinds of numpy's types: booleans, integers, floats.
+        is_number = getattr(item, "ndim", 1) == 0 and getattr(item.dtype, "kind", "f") in "biuf"
         number = item.item() if is_number else item
         if not is_atom(number):
             raise ValueError(f"a {type(item).__name__} with such contents is no JSON value")

@@ -103,7 +103,7 @@ class ResultRef:
         # In a rank, the agent's scratch directory has room. The file has no name, so that no killed process leaves one.
         with self._explained(self.uri), tempfile.TemporaryFile(dir=os.environ.get("RANKZERO_SCRATCH")) as local:
             with store.open_read(self.uri) as remote:
-                shutil.copyfileobj(remote, local, _COPY_CHUNK)
+                shutil.copyfileobj(remote, local, 8 << 20)
             local.seek(0)
             return formats.read_open(local, self.uri, self.format, self.digest)
 
@@ -157,7 +157,6 @@ class ResultRef:
         return ResultRef.from_json(data)
 
 
-_COPY_CHUNK = 8 << 20
 _NAME_DIGITS = 32
 
 

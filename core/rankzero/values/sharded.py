@@ -74,7 +74,7 @@ def write_to(state: dict[Any, Any], file: Writable) -> dict[str, Any]:
         The file's ``size``, the ``sha256`` of its index, and the index as the text ``pieces``.
 
     Raises:
-        ResultError: a value cannot be pickled.
+        ResultError: a value cannot be pickled, or not be read back.
     """
     flat, rest = _flat(state)
     metadata, items, planner = _plan({name: tensor for name, tensor in flat.items() if _is_written_here(name, tensor)})
@@ -93,7 +93,10 @@ def write_to(state: dict[Any, Any], file: Writable) -> dict[str, Any]:
         data = tensors.memory_of(tensors.compact(piece).untyped_storage())
         sizes = tuple(item.tensor_data.chunk.sizes)
         metadata.storage_data[item.index] = write(data, sizes, is_sharded(flat[item.index.fqn]))
-    metadata.planner_data = write(b"".join(pickled.pickled(rest)))
+    others = b"".join(pickled.pickled(rest))
+    with pickled.reading_back(rest):
+        pickled.unpack(memoryview(others), pickled.Loader)
+    metadata.planner_data = write(others)
     text = base64.b64encode(zlib.compress(pickle.dumps(metadata), 1)).decode()
     return {"size": size, "sha256": hashlib.sha256(text.encode()).hexdigest(), "pieces": text}
 
@@ -218,17 +221,20 @@ class ShardedState:
             data = self._bytes(self._rank, self._metadata.planner_data)
             rest = pickled.unpack(memoryview(data), pickled.Loader)
         filled = {} if target is None else _flat(target)[0]
-        if target is not None:
-            rest = type(rest)((key, value) for key, value in rest.items() if key in target or not _names(value))
-        for name in _names(rest):
-            if target is None:
-                entry = self._metadata.state_dict_metadata[name]
-                filled[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-            elif name not in filled:
-                raise ResultError(
-                    f"the checkpoint holds {name!r}, which the state to be filled has not: give the states of "
-                    "model and optimizer as torch.distributed.checkpoint.state_dict makes them, or load() whole tensors"
-                )
+        places = {} if target is None else self._places
+        sharded = {key.fqn for key, (_, place) in places.items() if place.is_sharded}
+        wanted = [key for key in rest if key in (target or ()) or not sharded.intersection(_names(rest[key]))]
+        rest = type(rest)((key, rest[key]) for key in wanted)
+        for key in wanted:
+            for name in _names(rest[key]):
+                if target is None or key not in target:
+                    entry = self._metadata.state_dict_metadata[name]
+                    filled[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+                elif name not in filled:
+                    raise ResultError(
+                        f"the checkpoint holds {name!r}, which the state to be filled has not: give the states of "
+                        "model and optimizer as torch.distributed.checkpoint.state_dict makes them, or load() all"
+                    )
         _fill(filled, self._metadata, self._piece)
         return _walk(rest, lambda _, value: filled[value.name] if isinstance(value, Stored) else value)
 

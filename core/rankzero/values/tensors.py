@@ -34,7 +34,8 @@ def compact(tensor: torch.Tensor) -> torch.Tensor:
     # These return a tensor itself unless it is a conjugated or negated view.
     tensor = tensor.resolve_conj().resolve_neg()
     available = tensor.untyped_storage().nbytes()
-    if tensor.numel() and not available:
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel() and (tensor.storage_offset() + last + 1) * tensor.element_size() > available:
         # torch would resize the storage and read uninitialized memory.
         raise ResultError(f"the memory of a tensor with the shape {tuple(tensor.shape)} was freed: give its data")
     if tensor.numel() * tensor.element_size() >= available:
@@ -124,6 +125,9 @@ def _is_plain(tensor: torch.Tensor, types: dict[int, torch.dtype]) -> bool:
     """Returns True for a tensor that torch.save writes and reads; ``types`` has those seen before, by address."""
     # torch.save cannot write integers of less than a byte.
     if not is_dense(tensor) or re.fullmatch(r"torch\.u?int[1-7]", str(tensor.dtype)) or vars(tensor):
+        return False
+    if tensor.requires_grad and tensor.dtype.itemsize == 1 and type(tensor).__name__ == "Tensor":
+        # torch's function for newer types fails.
         return False
     # torch.save refuses views of one memory with several types.
     return types.setdefault(tensor.untyped_storage().data_ptr() or -id(tensor), tensor.dtype) == tensor.dtype
