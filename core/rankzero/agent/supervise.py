@@ -82,17 +82,19 @@ class Agent:
             self._forwarder.listen(rank)
         self._join()
         try:
-            for work in (self._outbox.pump(), self._forwarder.upload(), self._follow_driver()):
-                self._do(work)
+            self._following = self._do(self._follow_driver())
+            self._do(self._outbox.pump())
+            self._do(self._forwarder.upload())
             self._collect()
             await self._ending.complete.wait()
         finally:
             await self._end_everything()
 
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+    def _do(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_done)
+        return task
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         """Ends the agent with the error of a task that failed."""
@@ -267,10 +269,7 @@ class Agent:
                 await asyncio.wait_for(self._forwarder.uploads.join(), left - time.monotonic())
             await self._outbox.deliver(deadline)
             # The driver closes the connection when it has read everything.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(bounds.STOPPED_LINES_TIMEOUT()):
-                    while not self.lost:
-                        await asyncio.sleep(bounds.POLL_INTERVAL_BRIEF)
+            await asyncio.wait([self._following], timeout=bounds.STOPPED_LINES_TIMEOUT())
 
 
 def _locked(directory: str) -> int:
