@@ -21,7 +21,6 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 
 from rankzero import bounds
 from rankzero.bounds import STORE_OUTAGE
@@ -31,6 +30,7 @@ from rankzero.driver import ending, policy
 from rankzero.driver.agents import Agents, Run
 from rankzero.driver.commits import Committer
 from rankzero.driver.ending import Facts, Verdict
+from rankzero.driver.places import cancel_late
 from rankzero.driver.storage import Scratch, Storage, files_of
 from rankzero.driver.watch import CHECK_INTERVAL
 from rankzero.engines.base import AgentGroup, EngineSession
@@ -151,11 +151,7 @@ class Attempt:
         self._run.recorder.note_places(job.num_processes, held=True)
         launch = functools.partial(session.launch, num_tasks, config, self._agents.engine_end())
 
-        def cancel(reply: Future[AgentGroup]) -> None:
-            if not reply.exception():
-                reply.result().cancel()
-
-        self._group = await self._run.places.request(launch, job, self._deadline, if_late=cancel)
+        self._group = await self._run.places.request(launch, job, self._deadline, if_late=cancel_late)
 
     async def _read_store(self) -> tuple[Manifest | None, str]:
         """Returns the checkpoint to start from, and the text by which agents recognize the folder."""

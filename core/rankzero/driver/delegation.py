@@ -6,12 +6,12 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
 from rankzero import bounds, store
 from rankzero.channel.connection import new_secret
 from rankzero.driver.driver import Driver
+from rankzero.driver.places import cancel_late
 from rankzero.engines.base import Engine
 from rankzero.errors import RankZeroError, StartTimeoutError
 from rankzero.run.directory import Submission
@@ -109,11 +109,7 @@ class Delegation:
             config = {"env": env, "use_gpu": job.use_gpu, "stage": stage}
             return session.host_driver(num_tasks, config, self._on_end)
 
-        def cancel(reply: Future[ConnectGroup]) -> None:
-            if not reply.exception():
-                reply.result().cancel()
-
-        self._group = await self._places.request(start, job, deadline, if_late=cancel)
+        self._group = await self._places.request(start, job, deadline, if_late=cancel_late)
         say_at = began + bounds.WAITING_INTERVAL()
         while not self._ended:
             if await self._inbox.reply_of(self._store.submit(own.has_driver), self._watch.check):

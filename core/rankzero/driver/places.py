@@ -18,7 +18,7 @@ from rankzero.driver import policy
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.tables import Tables
 from rankzero.driver.watch import Inbox
-from rankzero.engines.base import Engine, EngineSession, words_of
+from rankzero.engines.base import AgentGroup, Engine, EngineSession, words_of
 from rankzero.errors import LOST, EngineError, RankZeroError, StartTimeoutError
 from rankzero.job import Job
 from rankzero.run.directory import Submission
@@ -26,6 +26,13 @@ from rankzero.threads import ActionThread, done_within, in_thread, reply_of
 
 SLOTS_TIMEOUT = bounds.stretched(2.0)  # To wait for slots that are asked for as start_timeout ends
 T = TypeVar("T")
+GroupT = TypeVar("GroupT", bound=AgentGroup)
+
+
+def cancel_late(reply: Future[GroupT]) -> None:
+    """Cancels agents that the engine has started after `Places.request` gave up: its ``if_late`` for a launch."""
+    if not reply.exception():
+        reply.result().cancel()
 
 
 class Places:
