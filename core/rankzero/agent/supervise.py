@@ -24,71 +24,68 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from rankzero import bounds
-from rankzero.agent.ending import Ending
-from rankzero.agent.forwarder import READ_SIZE, Forwarder
-from rankzero.agent.inputs import InputError, Inputs
-from rankzero.agent.output import Outbox
-from rankzero.agent.ranks import Rank, rank_environment
+from rankzero.agent.inputs import Inputs
+from rankzero.agent.ranks import READ_SIZE, Rank, rank_environment, until_delivery
 from rankzero.channel import messages
 from rankzero.channel.client import Driver
+from rankzero.channel.connection import Connection
 from rankzero.channel.messages import Message, MessageError
-from rankzero.errors import PREEMPTED
+from rankzero.errors import LOST, PREEMPTED
 from rankzero.host import network, processes
-from rankzero.host.processes import (
-    allow_open_files,
-    settle_signals,
-    signal_name,
-    watcher_of,
-)
+from rankzero.host.processes import allow_open_files, settle_signals, signal_name, watcher_of
 from rankzero.host.usage import UsageSampler
 from rankzero.threads import ActionThread, reply_of
+from rankzero.worker.call import cut_off_message
 
 
 class Agent:
-    """The workers of one task and the channel to the driver."""
+    """The workers of one task and the channel to the driver.
+
+    Attributes:
+        lost: The reason for which the connection to the driver has ended.
+        has_failed: True if that was too early.
+    """
 
     def __init__(self, config: dict[str, Any]) -> None:
         """Starts the workers, which may be forks: there must be neither an event loop nor a thread yet."""
         self._config = config
-        self._outbox = Outbox(config["scratch"])
+        self._scratch: str = config["scratch"]
         processes.become_subreaper()
         # The task process may be killed first; then only this lock shows that the directories are in use.
-        self._locks = [_locked(place) for place in (config["scratch"], config["temporary"]) if place]
-        self._ranks = [Rank(local_rank, config, self._outbox) for local_rank in range(config["workers"])]
+        self._locks = [_locked(place) for place in (self._scratch, config["temporary"]) if place]
+        self._ranks = [Rank(local_rank, config) for local_rank in range(config["workers"])]
+        self._connection: Connection | None = None
         self._caller_lives = watcher_of(config.get("caller"))
         self._inputs: Inputs | None = None
         self._reader = ActionThread("rankzero-inputs")
         self._tasks: set[asyncio.Task[None]] = set()
+        self._fetches: dict[str, asyncio.Task[None]] = {}
+        # Files to send, by name and path, and the message of a rank that follows each of them.
+        self._uploads: asyncio.Queue[tuple[Rank, str, str, Message]] = asyncio.Queue()
+        # How the ranks end: asked to exit; before all had committed; since the task process has exited; as agreed.
+        self._is_ending = self._is_early = self._is_orphaned = self._is_agreed = False
+        self._complete = asyncio.Event()
+        self._stop_by = float("inf")
+        self._kill: asyncio.TimerHandle | None = None
+        self._patience: asyncio.Timeout | None = None
         self.lost: str | None = None
-        """The reason for which the connection to the driver has ended."""
         self.has_failed = False
-        """True if that was too early."""
 
     async def run(self) -> None:
         """Runs until every descendant of this process has ended, and the driver has what they sent."""
         hosts, port = self._config["driver"]
         certificate = base64.b64decode(self._config["certificate"]) if self._config.get("certificate") else None
         self._driver = Driver(hosts, port, self._config["secret"], certificate)
-        grace, exit_timeout = self._config["grace"], self._config["exit_timeout"]
-        self._ending = Ending(self._ranks, self._outbox, grace, exit_timeout)
-        self._forwarder = Forwarder(self._driver, self._config["task"], self._ending, self._config["scratch"])
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGCHLD, self._collect)
-        what = "it got SIGTERM: the cluster takes the place back"
-        loop.add_signal_handler(signal.SIGTERM, lambda: self._ending.leave(what, PREEMPTED))
-        loop.add_reader(sys.stdin.fileno(), self._on_stdin)
         self._watch_processes()
-        for rank in self._ranks:
-            self._forwarder.listen(rank)
-        self._join()
+        self._following = self._do(self._follow_driver())
         try:
-            self._following = self._do(self._follow_driver())
-            self._do(self._outbox.pump())
-            self._do(self._forwarder.upload())
-            self._collect()
-            await self._ending.complete.wait()
+            await self._complete.wait()
         finally:
             await self._end_everything()
+
+    def _send(self, message: Message) -> None:
+        if self._connection:
+            self._connection.send(message)
 
     def _do(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -105,7 +102,24 @@ class Agent:
 
     # -- the driver ----------------------------------------------------------------------------
 
-    def _join(self) -> None:
+    async def _follow_driver(self) -> None:
+        """Finds the driver and handles its messages, until either end closes the connection."""
+        timeout = self._config.get("connect_timeout") or bounds.AGENT_CONNECT_TIMEOUT()
+        try:
+            self._connection = connection = await self._driver.find(self._config["task"], timeout)
+            self._do(connection.keep("the driver", self._driver_lives))
+            self._join(connection)
+            async for message, _ in connection.messages():
+                self._on_message(message)
+            why = "the driver closed the channel"
+        except (OSError, MessageError) as error:
+            why = str(error) or type(error).__name__
+        self.lost = (self._connection and self._connection.reason) or why
+        self._stop()
+        self._release()
+
+    def _join(self, connection: Connection) -> None:
+        """Announces this agent, and begins to forward what its ranks send and print, also before."""
         hosts, port = self._config["driver"]
         join = messages.Join(
             host=self._config["host"],
@@ -116,24 +130,14 @@ class Agent:
             gpus=self._config["gpus"],
             workers=len(self._ranks),
         )
-        self._outbox.send(join)
-
-    async def _follow_driver(self) -> None:
-        """Finds the driver and handles its messages, until either end closes the connection."""
-        timeout = self._config.get("connect_timeout") or bounds.AGENT_CONNECT_TIMEOUT()
-        connection = None
-        try:
-            connection = await self._driver.find(self._config["task"], timeout)
-            self._outbox.attach(connection)
-            self._do(self._driver.keep(connection, self._driver_lives))
-            async for message, _ in connection.messages():
-                self._on_message(message)
-            why = "the driver closed the channel"
-        except (OSError, MessageError) as error:
-            why = str(error) or type(error).__name__
-        self.lost = (connection and connection.reason) or why
-        self._ending.stop()
-        self._ending.release()
+        connection.send(join)
+        for rank in self._ranks:
+            rank.listen(connection, self._on_rank_message)
+            self._do(rank.output.pump())
+        self._do(self._upload())
+        self._do(self._send_reports())
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._collect)
+        self._collect()
 
     async def _driver_lives(self) -> bool:
         """Returns True while a silent driver lives and has the run: it may have been stopped, and another submitted."""
@@ -141,30 +145,26 @@ class Agent:
         return self._caller_lives() and (inputs is None or not await reply_of(self._reader.submit(inputs.is_ended)))
 
     def _on_message(self, message: Message) -> None:
-        if isinstance(message, messages.Assign):
-            if message.sample_usage:
-                self._do(self._sample_usage())
-            self._do(self._start(message))
-        elif isinstance(message, (messages.Go, messages.Committed, messages.NotCommitted)):
-            for rank in self._ranks:
-                rank.tell(message)
-        elif isinstance(message, messages.Dump):
-            self._do(self._send_stacks(quiet=message.quiet))
-        elif isinstance(message, messages.Stop):
-            for rank in self._ranks:
-                # A rank may just have reported a checkpoint that it is writing.
-                self._forwarder.drain(rank, self._forwarder.on_control)
-            # A rank that has ended before may be the first cause of what the driver has judged.
-            self._collect()
-            self._ending.stop(message.grace)
-        elif isinstance(message, messages.End):
-            with contextlib.suppress(OSError):
-                open(os.path.join(self._config["scratch"], "agreed"), "w").close()
-            self._ending.await_exits()
+        match message:
+            case messages.Assign():
+                if message.sample_usage:
+                    self._do(self._sample_usage())
+                self._do(self._start(message))
+            case messages.Dump():
+                self._do(self._send_stacks(quiet=message.quiet))
+            case messages.Stop():
+                self._stop(message.grace)
+            case messages.End():
+                with contextlib.suppress(OSError):
+                    open(os.path.join(self._scratch, "agreed"), "w").close()
+                self._await_exits()
+            case messages.Go() | messages.Committed() | messages.Lost():
+                for rank in self._ranks:
+                    rank.tell(message)
 
     async def _start(self, assigned: messages.Assign) -> None:
         """Gets the files of the ranks, and gives the ranks their work. A thread reads files, which may be large."""
-        digests, scratch = self._driver.digests, self._config["scratch"]
+        digests, scratch = self._driver.digests, self._scratch
         inputs = self._inputs = await reply_of(self._reader.submit(lambda: Inputs(assigned, digests, scratch)))
         for name, path in inputs.missing.items():
             try:
@@ -174,10 +174,7 @@ class Agent:
                 kind = "rankzero.errors.ResultError"
                 self._ranks[0].send(messages.Failed(time.time(), exception_type=kind, message=text, exit_code=1))
                 return
-        try:
-            common = await reply_of(self._reader.submit(lambda: inputs.message(self._config["ports"])))
-        except InputError as error:
-            sys.exit(f"on {socket.gethostname()}: {error}")
+        common = await reply_of(self._reader.submit(lambda: inputs.message(self._config["ports"])))
         self._ranks[0].output.add(self._config["notes"])
         for rank in self._ranks:
             context = inputs.context(rank.local_rank, len(self._ranks), self._config["use_gpu"])
@@ -196,38 +193,65 @@ class Agent:
         while True:
             await asyncio.sleep(usage.next_at - time.monotonic())
             if sample := usage.sample(time.monotonic()):
-                self._outbox.send(messages.Usage(sample))
+                self._send(messages.Usage(sample))
 
-    # -- ending --------------------------------------------------------------------------------
-
-    def _watch_processes(self) -> None:
-        """Ends the agent with its zygote, and with the process that holds it."""
-        loop = asyncio.get_running_loop()
-        if "zygote" in self._config:
-            # A child that the holder has forked may keep the zygote's standard input open, or the zygote may hang.
-            owner, zygote = self._config["owner"], os.pidfd_open(self._config["zygote"])
-            loop.add_reader(owner, self._on_end_of, owner, self._ending.orphan)
-            loop.add_reader(zygote, self._on_end_of, zygote, self._on_zygote)
-        if hasattr(os, "pidfd_open"):
-            # The kernel reports the exit of a rank even if the user's libraries change the handling of SIGCHLD.
+    async def _send_reports(self) -> None:
+        while True:
+            await asyncio.sleep(until_delivery())
             for rank in self._ranks:
-                ended = os.pidfd_open(rank.pid)
-                loop.add_reader(ended, self._on_end_of, ended, self._collect)
+                rank.send_reports()
 
-    def _on_end_of(self, watched: int, then: Callable[[], None]) -> None:
-        asyncio.get_running_loop().remove_reader(watched)
-        os.close(watched)
-        then()
+    # -- the ranks -----------------------------------------------------------------------------
 
-    def _on_zygote(self) -> None:
-        """Kills all descendants because the zygote died: later no process could find them."""
-        self._ending.orphan()
-        self._ending.stop(0.0)
+    def _on_rank_message(self, rank: Rank, message: Message) -> None:
+        match message:
+            case messages.Fetch():
+                self._do(self._answer(rank, message.name))
+            case messages.Part() if not message.shared:
+                name = f"{self._config['task']}-checkpoint-{message.index}-{rank.local_rank}"
+                self._uploads.put_nowait((rank, name, message.path, dataclasses.replace(message, upload=name)))
+            case messages.Finished():
+                rank.outcome = message
+                # What the rank printed and reported before it committed must appear before that.
+                rank.drain()
+                path = message.result["path"] if message.result else ""
+                name = f"{self._config['task']}-value" if os.path.dirname(path) == self._scratch else ""
+                # Behind its parts of checkpoints: the driver ends the run when all ranks have finished.
+                self._uploads.put_nowait((rank, name, path, message))
+                self._release()
+            case messages.Failed():
+                rank.outcome, tail = message, rank.drain()
+                # A failure after SIGTERM is not the cause of the run's end.
+                is_secondary = message.collateral or self._is_early
+                rank.send(dataclasses.replace(message, log_tail=tail, collateral=is_secondary))
+            case _:
+                rank.send(message)
 
-    def _on_stdin(self) -> None:
-        if not os.read(sys.stdin.fileno(), READ_SIZE):
-            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-            self._ending.orphan()
+    async def _answer(self, rank: Rank, name: str) -> None:
+        """Fetches a file that a rank requests, once for all ranks that do."""
+        path = os.path.join(self._scratch, name)
+        if name not in self._fetches:
+            self._fetches[name] = asyncio.create_task(self._driver.fetch(name, path))
+        try:
+            await self._fetches[name]
+        except OSError as error:
+            self._fetches.pop(name, None)
+            rank.tell(messages.Fetched(name, error=str(error)))
+        else:
+            rank.tell(messages.Fetched(name, path))
+
+    async def _upload(self) -> None:
+        """Sends the files of ranks, one after the other, and the message that follows each. Never returns."""
+        while True:
+            rank, name, path, message = await self._uploads.get()
+            try:
+                if name:
+                    await self._driver.put(name, path)
+            except OSError as error:
+                # The driver, which has not got the file, decides what that means.
+                sys.stderr.write(f"{path} was not sent: {error}\n")
+            rank.send(message)
+            self._uploads.task_done()
 
     def _collect(self) -> None:
         """Reaps exited children: ranks, and orphans that were re-parented to this process."""
@@ -238,38 +262,147 @@ class Agent:
 
     def _on_exit(self, rank: Rank, status: int) -> None:
         rank.alive = False
-        self._forwarder.drain(rank, self._forwarder.on_control)
-        self._forwarder.drain(rank, self._forwarder.on_output)
+        rank.drain_messages()
         code = os.waitstatus_to_exitcode(status)
-        if rank.outcome is None and self._ending.has_begun:
+        tail = rank.drain()
+        if rank.outcome is None and self._is_ending:
             # Ranks of other agents may wait for this one to exit.
-            rank.send(messages.Exited())
+            rank.send(messages.Reached("exited"))
         elif rank.outcome is None:
             how = {"exit_code": code} if code >= 0 else {"signal": signal_name(-code)}
-            rank.send(messages.Failed(time.time(), log_tail=rank.output.tail, **how))
-        self._ending.check()
+            rank.send(messages.Failed(time.time(), log_tail=tail, **how))
+        self._check_end()
+
+    # -- ending --------------------------------------------------------------------------------
+
+    def _watch_processes(self) -> None:
+        """Ends the agent with its zygote, and with the process that holds it."""
+        loop = asyncio.get_running_loop()
+        what = "it got SIGTERM: the cluster takes the place back"
+        loop.add_signal_handler(signal.SIGTERM, lambda: self._leave(what, PREEMPTED))
+        loop.add_reader(sys.stdin.fileno(), self._on_stdin)
+        if "zygote" in self._config:
+            # A child that the holder has forked may keep the zygote's standard input open, or the zygote may hang.
+            owner, zygote = self._config["owner"], os.pidfd_open(self._config["zygote"])
+            loop.add_reader(owner, self._on_end_of, owner, self._orphan)
+            loop.add_reader(zygote, self._on_end_of, zygote, self._on_zygote)
+
+    def _on_end_of(self, watched: int, then: Callable[[], None]) -> None:
+        asyncio.get_running_loop().remove_reader(watched)
+        os.close(watched)
+        then()
+
+    def _on_zygote(self) -> None:
+        """Kills all descendants because the zygote died: later no process could find them."""
+        self._orphan()
+        self._stop(0.0)
+
+    def _on_stdin(self) -> None:
+        if not os.read(sys.stdin.fileno(), READ_SIZE):
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+            self._orphan()
+
+    def _orphan(self) -> None:
+        """Stops the ranks because the task process that started this agent has exited."""
+        if not self._is_orphaned:
+            self._is_orphaned = True
+            self._leave("the process that held its ranks died (executor, driver or JVM)", LOST)
+            self._release()
+
+    def _leave(self, why: str, cause: str) -> None:
+        """Stops the ranks without a request of the driver, and reports the reason to it."""
+        if not self._is_ending:
+            self._send(messages.Leaving(why, cause))
+        self._stop()
+
+    def _release(self) -> None:
+        """Lets the ranks that have committed exit, if there is no driver: waiting for their peers is of no use then."""
+        for rank in self._ranks:
+            if (self.lost or self._is_orphaned) and isinstance(rank.outcome, messages.Finished):
+                rank.tell(messages.End())
+
+    def _stop(self, grace: float | None = None) -> None:
+        """Sends SIGTERM now and SIGKILL after ``grace`` seconds; a second call can only shorten the grace."""
+        if not self._connection:
+            # There is nothing to save.
+            self._complete.set()
+            return
+        if not self._is_ending:
+            # A rank that has failed or ended before may be the first cause of what the driver has judged.
+            for rank in self._ranks:
+                rank.drain_messages()
+            self._collect()
+        self._stop_by = min(self._stop_by, time.monotonic() + (self._config["grace"] if grace is None else grace))
+        was_ending, self._is_ending, self._is_early = self._is_ending, True, True
+        self._kill_at(self._stop_by)
+        self._hurry()
+        for rank in self._ranks if not was_ending else ():
+            rank.kill(signal.SIGTERM)
+        self._check_end()
+
+    def _await_exits(self) -> None:
+        """Lets all ranks run their exit handlers and exit, once each has finished; a `stop` keeps its grace."""
+        self._is_ending = self._is_agreed = True
+        for rank in self._ranks:
+            rank.tell(messages.End())
+        if not self._is_early:
+            self._kill_at(time.monotonic() + self._config["exit_timeout"] + bounds.WORKER_EXIT_MARGIN())
+        self._check_end()
+
+    def _check_end(self) -> None:
+        if self._is_ending and not any(rank.alive for rank in self._ranks):
+            self._complete.set()
+
+    def _kill_at(self, when: float) -> None:
+        if self._kill:
+            self._kill.cancel()
+        self._kill = asyncio.get_running_loop().call_at(when, self._kill_all)
+
+    def _kill_all(self) -> None:
+        for rank in self._ranks:
+            if rank.alive and not self._is_early:
+                rank.output.add([cut_off_message(self._config["exit_timeout"], "native code that holds the GIL")])
+            rank.kill(signal.SIGKILL)
 
     async def _end_everything(self) -> None:
         """Kills what ranks have left, and delivers the last lines and files."""
-        self.has_failed = self.lost is not None and not (self._ending.is_orphaned or self._ending.is_agreed)
+        self.has_failed = self.lost is not None and not (self._is_orphaned or self._is_agreed)
         processes.kill_descendants(groups=[rank.pid for rank in self._ranks])
+        if not self._connection:
+            return
         for rank in self._ranks:
             # Every child that kept the pipe open has exited, so it can be read to its end.
-            self._forwarder.drain(rank, self._forwarder.on_output)
-            rank.output.finish()
-        begun = time.monotonic()
-
-        def deadline() -> float:
-            # A stop, or the death of the task process, may arrive meanwhile.
-            return begun + (bounds.STOPPED_LINES_TIMEOUT() if self._ending.is_early else bounds.LAST_LINES_TIMEOUT())
-
+            rank.drain()
         if not self.lost:
-            left = deadline() if not self._ending.is_early else max(deadline(), self._ending.stop_by)
+            delivery = self._do(self._deliver())
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._forwarder.uploads.join(), left - time.monotonic())
-            await self._outbox.deliver(deadline)
-            # The driver closes the connection when it has read everything.
+                async with asyncio.timeout(bounds.LAST_LINES_TIMEOUT()) as self._patience:
+                    self._hurry()
+                    # The driver closes the connection when it has read everything.
+                    await asyncio.wait([self._following])
+            if not delivery.done():
+                delivery.cancel()
+                self._finish()
             await asyncio.wait([self._following], timeout=bounds.STOPPED_LINES_TIMEOUT())
+
+    def _hurry(self) -> None:
+        """Limits the delivery after a stop: to the grace, of which large files may need the rest."""
+        if self._patience and self._is_early:
+            with contextlib.suppress(RuntimeError):
+                # It may be over.
+                self._patience.reschedule(max(self._stop_by, time.monotonic() + bounds.STOPPED_LINES_TIMEOUT()))
+
+    async def _deliver(self) -> None:
+        await self._uploads.join()
+        with contextlib.suppress(OSError):
+            for rank in self._ranks:
+                await rank.output.send_waiting()
+            self._finish()
+
+    def _finish(self) -> None:
+        for rank in self._ranks:
+            rank.output.finish()
+        self._send(messages.Bye())
 
 
 def _locked(directory: str) -> int:

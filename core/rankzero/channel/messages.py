@@ -17,7 +17,7 @@ KINDS: dict[str, type[Message]] = {}
 """The class of each kind of message."""
 
 NEVER = sys.maxsize
-"""Number in `NotCommitted` that is greater than that of any checkpoint."""
+"""Number in `Lost` that is greater than that of any checkpoint."""
 
 M = TypeVar("M", bound="Message")
 
@@ -50,15 +50,7 @@ def kind(cls: type[M]) -> type[M]:
 
 
 def encode(message: Message, local_rank: int | None = None) -> bytes:
-    """Returns the line of a message.
-
-    Args:
-        message: The message.
-        local_rank: The rank that sent it, if an agent forwards it.
-
-    Raises:
-        MessageError: it is too long.
-    """
+    """Returns the line of a message, with the local rank of its sender. Raises MessageError if it is too long."""
     line = _to_json([type(message).__name__, local_rank, vars(message)]).encode() + b"\n"
     if len(line) > LINE_MAX:
         raise MessageError(f"a message of {len(line)} bytes is over the limit of {LINE_MAX}")
@@ -148,17 +140,21 @@ class Stack(Message):
     cpu: float | None = None
 
 
-@kind
-class Exited(Message):
-    """A rank that was asked to stop has exited without an outcome."""
-
-
 # -- a rank to the driver, through its agent -------------------------------------------------------
 
 
 @kind
-class Ready(Message):
-    """A rank has imported torch."""
+class Reached(Message):
+    """A rank has reached a phase.
+
+    Attributes:
+        phase: ``"ready"``: it has imported torch; ``"entered"``: it calls the user's code; ``"returned"``: that has
+            returned before the rank was asked to stop; ``"exited"``: asked to stop, it has exited without an outcome.
+        values: ``time``, the Unix time; of ``"entered"`` also ``started`` (its process), ``imported`` and ``torch``.
+    """
+
+    phase: str
+    values: dict[str, Any] = field(default_factory=dict)
 
 
 @kind
@@ -166,16 +162,6 @@ class Rendezvous(Message):
     """Rank 0 has bound the port at which the ranks meet."""
 
     port: int
-
-
-@kind
-class Entered(Message):
-    """A rank calls the user's code; the Unix times are those of its process's start, of torch's import, and now."""
-
-    started: float
-    imported: float
-    time: float
-    torch: str
 
 
 @kind
@@ -221,8 +207,8 @@ class Part(Message):
 
 
 @kind
-class PartFailed(Message):
-    """A rank could not write its part of a checkpoint."""
+class Lost(Message):
+    """A checkpoint will not be committed. To ranks, `NEVER` means that no later one will be, either."""
 
     index: int
 
@@ -232,13 +218,6 @@ class Damaged(Message):
     """A rank has found that a file of a committed checkpoint is not the one that was written."""
 
     id: str
-
-
-@kind
-class Returned(Message):
-    """The user's code has returned in a rank, before the rank was asked to stop."""
-
-    time: float
 
 
 @kind
@@ -282,13 +261,6 @@ class Failed(Message):
 
 
 # -- a rank to its agent ---------------------------------------------------------------------------
-
-
-@kind
-class PartBegun(Message):
-    """The user's code has reported a checkpoint, and the rank writes its part."""
-
-    index: int
 
 
 @kind
@@ -337,18 +309,6 @@ class Committed(Message):
     """A checkpoint is committed, with the part of its manifest that the ranks of the agent need."""
 
     manifest: dict[str, Any]
-
-
-@kind
-class NotCommitted(Message):
-    """A checkpoint cannot be committed; with `NEVER`, no later one will be."""
-
-    index: int
-
-
-@kind
-class Flush(Message):
-    """Requests the reports that a rank still holds, before the agent stops it; the rank sends it back behind them."""
 
 
 @kind

@@ -2,19 +2,18 @@
 
 Messages between rank and agent, in their order ("<-" is received by the rank)::
 
-    ready            torch is imported
+    reached          ready: torch is imported
     <- start         rank, environment, path of the payload
     rendezvous       rank 0 only: the port that it bound
     <- go            addresses of rank 0: MASTER_ADDR and MASTER_PORT
-    entered          times of process start, torch import, and call of the user's code
+    reached          entered: the user's code is called
     beat             every few seconds, from a thread: progress so far
-    metric           rows of reports, several at a time
-    checkpoint-kind  with the first checkpoint: whether this rank's are sharded
-    checkpoint       this rank has written its part of a checkpoint
-    <- checkpoint    a checkpoint was committed
-    returned         the user's code has returned
-    commit | failure the outcome, sent before exit handlers run
+    part             this rank has written its part of a checkpoint
+    <- committed     a checkpoint was committed
+    reached          returned: the user's code has returned
+    finished, failed the outcome, sent before exit handlers run
 
+Reports are appended to a file, which the agent reads: the last one before a SIGKILL arrives, too.
 When a rank hangs, it dumps torch's flight recorder: a summary of its collectives to the log, all entries to a file.
 """
 
@@ -70,7 +69,7 @@ _LOST_RESULT = (
 )
 
 
-def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) -> NoReturn:
+def main(control_fd: int, stack_fd: int, reports_fd: int, agent_pid: int, exit_timeout: float) -> NoReturn:
     """Entry point of the worker process."""
     phases = {"started": time.time()}
     settle_signals()
@@ -80,7 +79,7 @@ def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) ->
         cast(io.TextIOWrapper, stream).reconfigure(line_buffering=True)
     stack_fd = out_of_reach(stack_fd)
     _write_stacks(stack_fd, frozenset())
-    control = Control(control_fd)
+    control = Control(control_fd, reports_fd)
     ending = contextlib.ExitStack()
     try:
         outcome = _work(control, ending, phases, stack_fd)
@@ -113,7 +112,7 @@ def _work(
     except ImportError as error:
         return failures.no_torch(error)
     phases["imported"] = time.time()
-    control.send(messages.Ready())
+    control.send(messages.Reached("ready"))
     start = control.expect(messages.Start)
     from rankzero.train import context, parts
     from rankzero.train import writer as writers
@@ -147,7 +146,7 @@ def _work(
 
     control.beat(start.beat_interval, count_progress)
     ending.callback(writer.finish)
-    control.send(messages.Entered(phases["started"], phases["imported"], time.time(), torch.__version__))
+    control.send(messages.Reached("entered", {**phases, "time": time.time(), "torch": torch.__version__}))
     value = call(start, control.fetch, lambda: bool(session.has_result or session.count_progress() or has_made_group()))
     if not control.is_own:
         _leave_fork(None)
@@ -159,7 +158,7 @@ def _work(
     for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
         # A timer that the function has left must not raise where its value is stored.
         signal.setitimer(timer, 0)
-    control.send(messages.Returned(time.time()))
+    control.send(messages.Reached("returned", {"time": time.time()}))
     writer.finish()
     if value is None:
         if start.context["rank"] == 0 and writer.had_result and not session.has_result:
