@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rankzero import bounds
+from rankzero.channel import connection
 from rankzero.channel.client import Driver
 from rankzero.channel.connection import Connection, new_secret
 from rankzero.channel.messages import Message, MessageError
@@ -28,10 +29,10 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes the time limits of a channel short; a test may call it for others."""
 
     def limit(*, silence: float = SILENCE, handshake: float = 5.0) -> None:
-        monkeypatch.setattr(bounds, "PING_INTERVAL", PING)
+        monkeypatch.setattr(connection, "PING_INTERVAL", PING)
         monkeypatch.setattr(bounds, "CONNECTION_LOST_AFTER", lambda: silence)
-        monkeypatch.setattr(bounds, "HANDSHAKE_TIMEOUT", lambda: handshake)
-        monkeypatch.setattr(bounds, "CONNECT_TIMEOUT", lambda: handshake)
+        monkeypatch.setattr(connection, "HANDSHAKE_TIMEOUT", lambda: handshake)
+        monkeypatch.setattr(connection, "CONNECT_TIMEOUT", lambda: handshake)
 
     limit()
     return limit

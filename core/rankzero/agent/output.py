@@ -8,17 +8,18 @@ import contextlib
 import ctypes
 import math
 import os
-import re
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
 from io import FileIO
 
-from rankzero.bounds import LOG_TAIL, LOG_TAIL_WIDTH
+from rankzero.bounds import LOG_TAIL_WIDTH
 from rankzero.channel import messages
 from rankzero.channel.connection import Connection
+from rankzero.worker.failures import is_own_frame
 
+LOG_TAIL = 20  # Last lines of a rank kept for an error message
 REDRAW_INTERVAL = 10.0  # Seconds in which one redraw of a progress bar becomes a line: below 1000 an hour for two ranks
 HIGH_WATER = 1 << 20  # Bytes waiting for the driver above which output is spooled to disk
 BATCH = 256 << 10  # Bytes that are read from the disk together
@@ -27,8 +28,6 @@ SPOOL_LIMIT = 8 << 30  # Bytes of a rank on disk above which its output is dropp
 MAX_LINE = 2 << 20  # Characters after which an unfinished line is passed on in pieces
 
 _KEEP_SIZE_PUNCH_HOLE = 3  # fallocate(2)
-
-_OWN_FRAME = re.compile(r'  File "(?:.*rankzero/(?:agent|host|task|worker)/\w+\.py|<string>)", line \d+ in ')
 
 
 class Output:
@@ -135,11 +134,6 @@ def release(descriptor: int, start: int, size: int) -> None:
     """Gives the blocks of a part of a file back to the file system, where that can do it."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).fallocate(descriptor, _KEEP_SIZE_PUNCH_HOLE, ctypes.c_long(start), ctypes.c_long(size))
-
-
-def is_own_frame(line: str) -> bool:
-    """Returns True for a line of faulthandler's output that shows a frame of rankzero, below the user's code."""
-    return bool(_OWN_FRAME.match(line))
 
 
 class LineSplitter:

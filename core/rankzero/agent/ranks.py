@@ -16,13 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 from rankzero import bounds
-from rankzero.agent.output import Output, is_own_frame, release
+from rankzero.agent.output import Output, release
 from rankzero.channel import messages
 from rankzero.channel.connection import Connection
 from rankzero.channel.messages import Decoder, Message, encode
 from rankzero.host import forked
 from rankzero.host.network import socket_environment
-from rankzero.host.processes import cpu_seconds, signal_main_thread
 from rankzero.worker import main as worker
 
 PIPE_SIZE = 1 << 20  # Capacity of the pipe for a rank's output, where the system allows it (macOS does not)
@@ -67,7 +66,7 @@ class Rank:
         self.output = Output(local_rank, config["scratch"])
         self._decoder = Decoder()
         self._beat_at = time.monotonic()
-        self._stack = b""
+        self._has_shown = True
         self._unsent = bytearray()
         self._reports, self._reported = _reports_file(config["scratch"]), 0
         self._control, control = socket.socketpair()
@@ -75,18 +74,14 @@ class Rank:
         with contextlib.suppress(OSError, AttributeError):
             # The pipe of a quiet rank is read up to `DELIVERY_INTERVAL` late: a burst should fit.
             fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
-        stack_read, stack_write = os.pipe()
         with open(os.devnull) as nothing:
             stdio = (nothing.fileno(), write, write)
-            self.pid = _start_worker(config, stdio, (control.fileno(), stack_write, self._reports))
+            self.pid = _start_worker(config, stdio, (control.fileno(), self._reports))
         control.close()
         os.close(write)
-        os.close(stack_write)
         self._control.setblocking(False)
-        for descriptor in (read, stack_read):
-            os.set_blocking(descriptor, False)
+        os.set_blocking(read, False)
         self._pipe: IO[bytes] = open(read, "rb", buffering=0)
-        self._stack_pipe: IO[bytes] = open(stack_read, "rb", buffering=0)
 
     def listen(self, connection: Connection, on_message: Callable[[Rank, Message], None]) -> None:
         """Begins to read from the worker.
@@ -100,7 +95,6 @@ class Rank:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._control, self._read_messages)
         loop.add_reader(self._pipe, self._on_printed)
-        loop.add_reader(self._stack_pipe, self._on_stack)
 
     def tell(self, message: Message) -> None:
         """Sends a message to the worker; without blocking, since it may be stopped. Ignores a dead worker."""
@@ -143,6 +137,7 @@ class Rank:
             return False
         self._beat_at = time.monotonic()
         for message, _ in self._decoder.feed(data):
+            self._has_shown = self._has_shown or isinstance(message, messages.Stack)
             self._on_message(self, message)
         return True
 
@@ -194,36 +189,22 @@ class Rank:
 
     # -- stacks --------------------------------------------------------------------------------
 
-    def ask_for_stack(self, *, quiet: bool) -> None:
-        """Makes the worker write its stack; also to its log, unless it is ``quiet``."""
-        self._stack = b""
+    def ask_for_stack(self, request: messages.Dump) -> None:
+        """Makes the worker send its stack."""
+        self._has_shown = False
         if self.outcome is None:
-            self.kill(worker.STACK_SIGNAL, signal_main_thread)
-        if not quiet:
-            # After the signal: the worker handles the message in a thread, which may wait for the GIL or a device.
-            self.tell(messages.Dump())
+            self.tell(request)
 
-    def _on_stack(self) -> None:
-        self._stack += _read(self._stack_pipe) or b""
-
-    def stack(self, *, quiet: bool) -> messages.Stack:
-        """Returns the Python stack of the worker's main thread, innermost call first, or a text if there is none.
-
-        The stack is also added to the rank's log, where the worker adds those of all threads unless it holds the GIL.
-        """
-        if isinstance(self.outcome, messages.Finished):
-            return messages.Stack("it had returned")
-        if not self.alive:
-            return messages.Stack("its process had ended")
-        text = self._stack.decode(errors="replace")
-        if not quiet:
-            self.output.add(text.splitlines())
-        # The frames in faulthandler's output, without those of rankzero.
-        lines = [line.strip() for line in text.splitlines() if line.startswith("  File") and not is_own_frame(line)]
-        if not lines:
-            what = "does not answer (SIGSTOP, or blocked in native code)"
-            lines = [f"its process {what}, no heartbeat for {time.monotonic() - self._beat_at:.0f} s"]
-        return messages.Stack("\n".join(lines), cpu_seconds(self.pid))
+    def explain_silence(self) -> None:
+        """Replies for a worker that has not sent its stack."""
+        if not self._has_shown:
+            silence = time.monotonic() - self._beat_at
+            text = f"its process does not answer (SIGSTOP, or native code), no heartbeat for {silence:.0f} s"
+            if isinstance(self.outcome, messages.Finished):
+                text = "it had returned"
+            elif not self.alive:
+                text = "its process had ended"
+            self.send(messages.Stack(text))
 
 
 def _reports_file(scratch: str) -> int:
@@ -246,13 +227,13 @@ def _read(source: IO[bytes]) -> bytes | None:
     return data
 
 
-def _start_worker(config: dict[str, Any], stdio: tuple[int, int, int], descriptors: tuple[int, int, int]) -> int:
+def _start_worker(config: dict[str, Any], stdio: tuple[int, int, int], descriptors: tuple[int, int]) -> int:
     """Starts a worker process: a fork if this agent has torch loaded, else a fresh interpreter.
 
     Args:
         config: The agent's configuration.
         stdio: Descriptors that become its standard input, output and error.
-        descriptors: Those of its control socket, of the pipe for its stack, and of the file for its reports.
+        descriptors: Those of its control socket, and of the file for its reports.
     """
     arguments = *descriptors, os.getpid(), config["exit_timeout"]
     if "torch" in sys.modules:

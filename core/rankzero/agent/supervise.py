@@ -37,6 +37,12 @@ from rankzero.host.usage import UsageSampler
 from rankzero.threads import ActionThread, reply_of
 from rankzero.worker.call import cut_off_message
 
+AGENT_CONNECT_TIMEOUT = bounds.stretched(20.0)  # For an agent to find a driver that proves the secret
+STACKS_TIMEOUT = bounds.stretched(2.0)  # For workers to send their stacks
+WORKER_EXIT_MARGIN = bounds.stretched(4.0)  # To exit for a rank whose exit_timeout is over
+STOPPED_LINES_TIMEOUT = bounds.stretched(1.5)  # To deliver the last lines after a failure or a cancel
+LAST_LINES_TIMEOUT = bounds.stretched(600.0)  # The same after a success
+
 
 class Agent:
     """The workers of one task and the channel to the driver.
@@ -104,7 +110,7 @@ class Agent:
 
     async def _follow_driver(self) -> None:
         """Finds the driver and handles its messages, until either end closes the connection."""
-        timeout = self._config.get("connect_timeout") or bounds.AGENT_CONNECT_TIMEOUT()
+        timeout = self._config.get("connect_timeout") or AGENT_CONNECT_TIMEOUT()
         try:
             self._connection = connection = await self._driver.find(self._config["task"], timeout)
             self._do(connection.keep("the driver", self._driver_lives))
@@ -151,7 +157,7 @@ class Agent:
                     self._do(self._sample_usage())
                 self._do(self._start(message))
             case messages.Dump():
-                self._do(self._send_stacks(quiet=message.quiet))
+                self._do(self._ask_for_stacks(message))
             case messages.Stop():
                 self._stop(message.grace)
             case messages.End():
@@ -181,12 +187,13 @@ class Agent:
             env = rank_environment(context, self._config)
             rank.tell(dataclasses.replace(common, context=context, env=env))
 
-    async def _send_stacks(self, *, quiet: bool) -> None:
+    async def _ask_for_stacks(self, request: messages.Dump) -> None:
+        """Makes the ranks send their stacks, and replies for those that do not."""
         for rank in self._ranks:
-            rank.ask_for_stack(quiet=quiet)
-        await asyncio.sleep(bounds.STACKS_TIMEOUT())
+            rank.ask_for_stack(request)
+        await asyncio.sleep(STACKS_TIMEOUT())
         for rank in self._ranks:
-            rank.send(rank.stack(quiet=quiet))
+            rank.explain_silence()
 
     async def _sample_usage(self) -> None:
         usage = UsageSampler(use_gpu=self._config["use_gpu"], now=time.monotonic())
@@ -346,7 +353,7 @@ class Agent:
         for rank in self._ranks:
             rank.tell(messages.End())
         if not self._is_early:
-            self._kill_at(time.monotonic() + self._config["exit_timeout"] + bounds.WORKER_EXIT_MARGIN())
+            self._kill_at(time.monotonic() + self._config["exit_timeout"] + WORKER_EXIT_MARGIN())
         self._check_end()
 
     def _check_end(self) -> None:
@@ -376,21 +383,21 @@ class Agent:
         if not self.lost:
             delivery = self._do(self._deliver())
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(bounds.LAST_LINES_TIMEOUT()) as self._patience:
+                async with asyncio.timeout(LAST_LINES_TIMEOUT()) as self._patience:
                     self._hurry()
                     # The driver closes the connection when it has read everything.
                     await asyncio.wait([self._following])
             if not delivery.done():
                 delivery.cancel()
                 self._finish()
-            await asyncio.wait([self._following], timeout=bounds.STOPPED_LINES_TIMEOUT())
+            await asyncio.wait([self._following], timeout=STOPPED_LINES_TIMEOUT())
 
     def _hurry(self) -> None:
         """Limits the delivery after a stop: to the grace, of which large files may need the rest."""
         if self._patience and self._is_early:
             with contextlib.suppress(RuntimeError):
                 # It may be over.
-                self._patience.reschedule(max(self._stop_by, time.monotonic() + bounds.STOPPED_LINES_TIMEOUT()))
+                self._patience.reschedule(max(self._stop_by, time.monotonic() + STOPPED_LINES_TIMEOUT()))
 
     async def _deliver(self) -> None:
         await self._uploads.join()

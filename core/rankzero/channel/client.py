@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from rankzero import bounds
+from rankzero.channel import connection as connections
 from rankzero.channel.connection import READ_SIZE, ChannelError, Connection
 from rankzero.channel.tls import client_context
 from rankzero.threads import in_thread, reply_of
@@ -61,7 +62,7 @@ class Driver:
                 except (OSError, ValueError) as error:
                     problems[host] = str(error) or type(error).__name__
                     continue
-                await connection.request(f"AGENT {task}", bounds.HANDSHAKE_TIMEOUT())
+                await connection.request(f"AGENT {task}", connections.HANDSHAKE_TIMEOUT())
                 return connection
             if time.monotonic() >= deadline:
                 tried = "; ".join(f"{host}: {what}" for host, what in problems.items())
@@ -74,7 +75,7 @@ class Driver:
         """Connects to the first address of a host that proves the secret, and keeps it for later connections."""
         # A name server may hang, so a thread calls it.
         resolve = partial(socket.getaddrinfo, host, self.port, type=socket.SOCK_STREAM)
-        infos = await reply_of(in_thread(resolve, "rankzero-resolve"), bounds.CONNECT_TIMEOUT())
+        infos = await reply_of(in_thread(resolve, "rankzero-resolve"), connections.CONNECT_TIMEOUT())
         problem: Exception = OSError(f"{host} has no address")
         for *_, address in infos:
             self._address = str(address[0])
@@ -86,14 +87,14 @@ class Driver:
 
     async def _connect(self) -> Connection:
         tls: dict[str, Any] = {"ssl": client_context(), "server_hostname": ""} if self.certificate else {}
-        async with asyncio.timeout(bounds.CONNECT_TIMEOUT()):
+        async with asyncio.timeout(connections.CONNECT_TIMEOUT()):
             reader, writer = await asyncio.open_connection(self._address, self.port, limit=READ_SIZE, **tls)
         connection = Connection(reader, writer)
         try:
             # Only the certificate itself is compared; its names and its dates are ignored.
             if self.certificate and writer.get_extra_info("ssl_object").getpeercert(True) != self.certificate:
                 raise ChannelError("the process at this address has another certificate than the run's")
-            async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT()):
+            async with asyncio.timeout(connections.HANDSHAKE_TIMEOUT()):
                 self.digests = await connection.prove(self.secret)
         except BaseException as error:
             connection.abort(str(error))

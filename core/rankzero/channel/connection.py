@@ -33,6 +33,9 @@ from rankzero.channel.messages import Decoder, Message, Ping, encode
 from rankzero.host.network import tune
 from rankzero.threads import ActionThread, reply_of
 
+PING_INTERVAL = 1.0  # Between two signs of life of each end
+CONNECT_TIMEOUT = bounds.stretched(5.0)  # For a name to be resolved, and for a connection to be made
+HANDSHAKE_TIMEOUT = bounds.stretched(10.0)  # For both ends of a new connection to prove the secret
 CHUNK = 1 << 20  # Bytes of a file that are read or written together
 READ_SIZE = 256 << 10  # Most bytes that are read from a connection together, and that it buffers before it is read
 LINE_LIMIT = 4096  # Most bytes of a request, or of an answer
@@ -80,7 +83,7 @@ class Connection:
             proof = await self._reader.readexactly(_SIZE)
         except asyncio.IncompleteReadError:
             raise ChannelError("the connection was closed before the driver had proved the run's secret") from None
-        digests = await self.read_line(bounds.HANDSHAKE_TIMEOUT())
+        digests = await self.read_line(HANDSHAKE_TIMEOUT())
         if not hmac.compare_digest(proof, _proof(secret, b"driver", mine, theirs, digests.encode())):
             raise ChannelError("the process at this address did not prove the run's secret")
         found: dict[str, str] = json.loads(digests)
@@ -177,10 +180,10 @@ class Connection:
         while True:
             before = time.monotonic()
             self.send(Ping())
-            await asyncio.sleep(bounds.PING_INTERVAL)
+            await asyncio.sleep(PING_INTERVAL)
             now = time.monotonic()
             is_silent = now - self.received_at >= bounds.CONNECTION_LOST_AFTER()
-            if now - before > 2 * bounds.PING_INTERVAL or (is_silent and lives and await lives()):
+            if now - before > 2 * PING_INTERVAL or (is_silent and lives and await lives()):
                 self.received_at = now
             elif is_silent:
                 self.abort(f"nothing was received from {other} for {now - self.received_at:.0f} s")

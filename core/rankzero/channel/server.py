@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from rankzero import bounds, store
+from rankzero.channel import connection as connections
 from rankzero.channel.connection import LINE_LIMIT, READ_SIZE, ChannelError, Connection
 from rankzero.channel.messages import Bye, Message, MessageError
 from rankzero.host.network import BACKLOG
@@ -68,7 +69,7 @@ class Server:
 
     async def start(self, listener: socket.socket) -> int:
         """Accepts connections at a socket that `rankzero.host.network.listen` has made; returns its port."""
-        timeout = bounds.HANDSHAKE_TIMEOUT() if self.tls else None
+        timeout = connections.HANDSHAKE_TIMEOUT() if self.tls else None
         self._server = await asyncio.start_server(
             self._accept, sock=listener, limit=READ_SIZE, backlog=BACKLOG, ssl=self.tls, ssl_handshake_timeout=timeout
         )
@@ -118,9 +119,9 @@ class Server:
         self._connections.add(task)
         connection = Connection(reader, writer)
         try:
-            async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT()):
+            async with asyncio.timeout(connections.HANDSHAKE_TIMEOUT()):
                 await connection.admit(self.secret, self.digests)
-                words = (await connection.read_line(bounds.HANDSHAKE_TIMEOUT())).split(" ")
+                words = (await connection.read_line(connections.HANDSHAKE_TIMEOUT())).split(" ")
             match words:
                 case ["AGENT", number]:
                     await self._serve_agent(int(number), connection)

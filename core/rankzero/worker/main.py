@@ -29,9 +29,10 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from rankzero.channel import messages
@@ -39,16 +40,10 @@ from rankzero.errors import ResultError
 from rankzero.host.processes import caught_signals, end_with_parent, settle_signals
 from rankzero.worker import failures, log_level, rendezvous
 from rankzero.worker.call import call, run_exit_handlers
-from rankzero.worker.control import Control, out_of_reach
+from rankzero.worker.control import Control
 
 if TYPE_CHECKING:
     from rankzero.train.parts import Parts
-
-STACK_SIGNAL = signal.SIGURG
-"""Signal on which a worker writes the Python stack of its main thread, even if that is blocked in native code.
-
-A process whose handler a library has removed ignores this signal, and most others would end it.
-"""
 
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL})
 """Signals of crashes, on which faulthandler writes a stack."""
@@ -69,7 +64,7 @@ _LOST_RESULT = (
 )
 
 
-def main(control_fd: int, stack_fd: int, reports_fd: int, agent_pid: int, exit_timeout: float) -> NoReturn:
+def main(control_fd: int, reports_fd: int, agent_pid: int, exit_timeout: float) -> NoReturn:
     """Entry point of the worker process."""
     phases = {"started": time.time()}
     settle_signals()
@@ -77,12 +72,11 @@ def main(control_fd: int, stack_fd: int, reports_fd: int, agent_pid: int, exit_t
     for stream in (sys.stdout, sys.stderr):
         # Line buffered, as on a terminal: a line is visible when it is printed, and costs one write.
         cast(io.TextIOWrapper, stream).reconfigure(line_buffering=True)
-    stack_fd = out_of_reach(stack_fd)
-    _write_stacks(stack_fd, frozenset())
+    _show_crashes()
     control = Control(control_fd, reports_fd)
     ending = contextlib.ExitStack()
     try:
-        outcome = _work(control, ending, phases, stack_fd)
+        outcome = _work(control, ending, phases)
     except BaseException as error:
         if not control.is_own:
             _leave_fork(error)
@@ -104,7 +98,7 @@ def main(control_fd: int, stack_fd: int, reports_fd: int, agent_pid: int, exit_t
 
 
 def _work(
-    control: Control, ending: contextlib.ExitStack, phases: dict[str, float], stack_fd: int
+    control: Control, ending: contextlib.ExitStack, phases: dict[str, float]
 ) -> messages.Finished | messages.Failed:
     """Runs the rank up to its outcome; ``ending`` gets the work that must finish even after a failure."""
     try:
@@ -129,7 +123,12 @@ def _work(
         control.send(messages.Rendezvous(rendezvous.bind(start)))
     has_made_group = rendezvous.guard_groups()
     rendezvous.meet(control.expect(messages.Go), start.context["rank"])
-    control.listen(lambda message: _dump(start) if isinstance(message, messages.Dump) else writer.on_message(message))
+
+    def on_message(message: messages.Message) -> None:
+        writer.on_message(message)
+        _show_stack(message, start, control.send)
+
+    control.listen(on_message)
     if start.context["backend"] == "nccl" and not torch.cuda.is_available():
         raise RuntimeError(
             f"use_gpu=True and this task was given the GPUs {os.environ['CUDA_VISIBLE_DEVICES']!r}, but torch "
@@ -140,8 +139,7 @@ def _work(
     _count_optimizer_steps(session)
 
     def count_progress() -> int:
-        if (caught := caught_signals(os.getpid())) is not None:
-            _write_stacks(stack_fd, caught)
+        _show_crashes()
         return session.count_progress()
 
     control.beat(start.beat_interval, count_progress)
@@ -169,21 +167,14 @@ def _work(
     return _commit(value, start, files)
 
 
-def _write_stacks(stack_fd: int, caught: Set[int]) -> None:
-    """Makes this process write its stack on `STACK_SIGNAL` and when it crashes.
+def _show_crashes() -> None:
+    """Makes this process write a stack to its log when it crashes.
 
     Libraries that restore all handlers, as Lightning's Trainer does after each ``fit``, remove those of faulthandler,
     which `signal.getsignal` does not see. Each heartbeat therefore puts back those that are missing.
-
-    Args:
-        stack_fd: Descriptor of the pipe for the stacks on `STACK_SIGNAL`.
-        caught: The signals for which this process has handlers, from any library.
     """
-    if STACK_SIGNAL not in caught:
-        faulthandler.unregister(STACK_SIGNAL)
-        # The main thread only, which the signal interrupts: to walk running threads may crash (CPython issue 116008).
-        faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=False)
-    if not caught & _CRASHES:
+    caught = caught_signals(os.getpid())
+    if caught is None or not caught & _CRASHES:
         faulthandler.disable()
         # The crashing thread alone: the stacks of all would push the last lines of the rank out of the log tail.
         faulthandler.enable(file=2, all_threads=False)
@@ -226,8 +217,16 @@ def _backend(asked: str | None, accelerator: Callable[[], str | None]) -> str | 
     return "xccl" if asked == "nccl" and accelerator() == "xpu" else asked
 
 
-def _dump(start: messages.Start) -> None:
-    """Writes the stacks of all threads and the state of the collectives of a hanging rank to its log."""
+def _show_stack(message: messages.Message, start: messages.Start, send: Callable[[messages.Message], None]) -> None:
+    """Replies to a request for this rank's stack, in the thread that receives it; its log shows more, if asked to."""
+    if not isinstance(message, messages.Dump):
+        return
+    frames = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])
+    lines = [f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}' for frame, line in frames]
+    shown = [line.strip() for line in lines if not failures.is_own_frame(line)]
+    send(messages.Stack("\n".join(shown), time.process_time()))
+    if message.quiet:
+        return
     # No other thread runs meanwhile, since this one has the GIL.
     faulthandler.dump_traceback(file=2, all_threads=True)
     context = start.context
