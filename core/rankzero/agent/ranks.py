@@ -22,6 +22,7 @@ from rankzero.channel.connection import Connection
 from rankzero.channel.messages import Decoder, Message, encode
 from rankzero.host import forked
 from rankzero.host.network import socket_environment
+from rankzero.host.processes import signal_name
 from rankzero.worker import main as worker
 
 PIPE_SIZE = 1 << 20  # Capacity of the pipe for a rank's output, where the system allows it (macOS does not)
@@ -121,6 +122,23 @@ class Rank:
         if self.alive:
             with contextlib.suppress(OSError):
                 send(self.pid, number)
+
+    def note_exit(self, status: int, *, was_asked: bool) -> None:
+        """Sends what an exited worker has left, and how it ended unless its outcome says it.
+
+        Args:
+            status: Its exit status, as waitpid returns it.
+            was_asked: True if it was asked to exit.
+        """
+        self.alive = False
+        self.drain_messages()
+        tail, code = self.drain(), os.waitstatus_to_exitcode(status)
+        if self.outcome is None and was_asked:
+            # Ranks of other agents may wait for this one to exit.
+            self.send(messages.Reached("exited"))
+        elif self.outcome is None:
+            how = {"exit_code": code} if code >= 0 else {"signal": signal_name(-code)}
+            self.send(messages.Failed(time.time(), log_tail=tail, **how))
 
     # -- messages and reports ------------------------------------------------------------------
 

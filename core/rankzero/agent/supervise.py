@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from rankzero import bounds
@@ -32,7 +32,7 @@ from rankzero.channel.connection import Connection
 from rankzero.channel.messages import Message, MessageError
 from rankzero.errors import LOST, PREEMPTED
 from rankzero.host import network, processes
-from rankzero.host.processes import allow_open_files, settle_signals, signal_name, watcher_of
+from rankzero.host.processes import allow_open_files, settle_signals, watcher_of
 from rankzero.host.usage import UsageSampler
 from rankzero.threads import ActionThread, reply_of
 from rankzero.worker.call import cut_off_message
@@ -80,7 +80,7 @@ class Agent:
     async def run(self) -> None:
         """Runs until every descendant of this process has ended, and the driver has what they sent."""
         hosts, port = self._config["driver"]
-        certificate = base64.b64decode(self._config["certificate"]) if self._config.get("certificate") else None
+        certificate = base64.b64decode(self._config.get("certificate") or "") or None
         self._driver = Driver(hosts, port, self._config["secret"], certificate)
         self._watch_processes()
         self._following = self._do(self._follow_driver())
@@ -265,52 +265,28 @@ class Agent:
         for pid, status in processes.ended_children():
             for rank in self._ranks:
                 if rank.pid == pid:
-                    self._on_exit(rank, status)
-
-    def _on_exit(self, rank: Rank, status: int) -> None:
-        rank.alive = False
-        rank.drain_messages()
-        code = os.waitstatus_to_exitcode(status)
-        tail = rank.drain()
-        if rank.outcome is None and self._is_ending:
-            # Ranks of other agents may wait for this one to exit.
-            rank.send(messages.Reached("exited"))
-        elif rank.outcome is None:
-            how = {"exit_code": code} if code >= 0 else {"signal": signal_name(-code)}
-            rank.send(messages.Failed(time.time(), log_tail=tail, **how))
-        self._check_end()
+                    rank.note_exit(status, was_asked=self._is_ending)
+        if self._is_ending and not any(rank.alive for rank in self._ranks):
+            self._complete.set()
 
     # -- ending --------------------------------------------------------------------------------
 
     def _watch_processes(self) -> None:
-        """Ends the agent with its zygote, and with the process that holds it."""
+        """Ends the agent with its zygote, with the process that holds it, and at a SIGTERM."""
         loop = asyncio.get_running_loop()
         what = "it got SIGTERM: the cluster takes the place back"
         loop.add_signal_handler(signal.SIGTERM, lambda: self._leave(what, PREEMPTED))
-        loop.add_reader(sys.stdin.fileno(), self._on_stdin)
+        watched = [sys.stdin.fileno()]
         if "zygote" in self._config:
             # A child that the holder has forked may keep the zygote's standard input open, or the zygote may hang.
-            owner, zygote = self._config["owner"], os.pidfd_open(self._config["zygote"])
-            loop.add_reader(owner, self._on_end_of, owner, self._orphan)
-            loop.add_reader(zygote, self._on_end_of, zygote, self._on_zygote)
+            watched += [self._config["owner"], os.pidfd_open(self._config["zygote"])]
+        for descriptor in watched:
+            # At its end of file: nothing is sent.
+            loop.add_reader(descriptor, self._orphan, descriptor)
 
-    def _on_end_of(self, watched: int, then: Callable[[], None]) -> None:
+    def _orphan(self, watched: int) -> None:
+        """Stops the ranks because a process has exited that started or holds this agent."""
         asyncio.get_running_loop().remove_reader(watched)
-        os.close(watched)
-        then()
-
-    def _on_zygote(self) -> None:
-        """Kills all descendants because the zygote died: later no process could find them."""
-        self._orphan()
-        self._stop(0.0)
-
-    def _on_stdin(self) -> None:
-        if not os.read(sys.stdin.fileno(), READ_SIZE):
-            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-            self._orphan()
-
-    def _orphan(self) -> None:
-        """Stops the ranks because the task process that started this agent has exited."""
         if not self._is_orphaned:
             self._is_orphaned = True
             self._leave("the process that held its ranks died (executor, driver or JVM)", LOST)
@@ -345,7 +321,7 @@ class Agent:
         self._hurry()
         for rank in self._ranks if not was_ending else ():
             rank.kill(signal.SIGTERM)
-        self._check_end()
+        self._collect()
 
     def _await_exits(self) -> None:
         """Lets all ranks run their exit handlers and exit, once each has finished; a `stop` keeps its grace."""
@@ -354,11 +330,7 @@ class Agent:
             rank.tell(messages.End())
         if not self._is_early:
             self._kill_at(time.monotonic() + self._config["exit_timeout"] + WORKER_EXIT_MARGIN())
-        self._check_end()
-
-    def _check_end(self) -> None:
-        if self._is_ending and not any(rank.alive for rank in self._ranks):
-            self._complete.set()
+        self._collect()
 
     def _kill_at(self, when: float) -> None:
         if self._kill:

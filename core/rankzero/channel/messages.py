@@ -1,7 +1,9 @@
 """The messages of driver, agents and ranks: one class for each kind, and its form on the wire.
 
 On the wire a message is a line of JSON: ``[kind, local rank, fields]``. An agent adds the local rank of the sender to
-the messages of its ranks; it is null in all others. Standard library only: this module travels to executors.
+the messages of its ranks; it is null in all others. In this order: what agents send to the driver, what ranks send
+(`Fetch` to their agent), what the driver sends, what an agent sends to its ranks, and what both ends send. Standard
+library only: this module travels to executors.
 """
 
 from __future__ import annotations
@@ -89,9 +91,6 @@ class Decoder:
         return [decode(line) for line in lines]
 
 
-# -- an agent to the driver ------------------------------------------------------------------------
-
-
 @kind
 class Join(Message):
     """An agent has started its workers, which import torch, and waits for its ranks."""
@@ -129,18 +128,10 @@ class Log(Message):
 
 @kind
 class Stack(Message):
-    """The reply to `Dump`.
-
-    Attributes:
-        text: The stack of the rank, or a text that says why there is none.
-        cpu: Processor seconds that the rank has used; None if it is not known.
-    """
+    """The reply to `Dump`: a rank's stack, or why there is none; and the processor seconds it has used, if known."""
 
     text: str
     cpu: float | None = None
-
-
-# -- a rank to the driver, through its agent -------------------------------------------------------
 
 
 @kind
@@ -183,7 +174,6 @@ class Part(Message):
     """A rank has written its part of a checkpoint.
 
     Attributes:
-        index: Number of the checkpoint within the attempt.
         shared: True if ``path`` is in the run directory or its object store.
         pieces: Index of a sharded state.
         has_result: True if this rank had set the value of the run by then: `rankzero.train.set_result`.
@@ -224,9 +214,7 @@ class Damaged(Message):
 class Finished(Message):
     """A rank has written everything that the run needs from it.
 
-    Attributes:
-        result: The value of rank 0: ``format``, ``size``, ``digest``, ``path`` of its file, ``summary``; and ``value``
-            if it is small JSON.
+    The value of rank 0 has ``format``, ``size``, ``digest``, ``path``, ``summary``; and ``value`` if it is small JSON.
     """
 
     time: float
@@ -238,13 +226,10 @@ class Failed(Message):
     """The facts about a rank that has failed.
 
     Attributes:
-        exception_type: None if the process died without an exception.
-        exit_code: Exit code of the process; None if a signal ended it.
         collateral: True if the exception looks like a consequence of another rank's death.
         cause: ``"no-torch"`` or None.
         retryable: True if the user's code asked for another attempt.
         matched: The entry of the job's ``restart_on`` that the exception matches; None if no entry does.
-        log_tail: The last lines that the rank printed, oldest first.
     """
 
     time: float
@@ -260,17 +245,11 @@ class Failed(Message):
     log_tail: list[str] = field(default_factory=list)
 
 
-# -- a rank to its agent ---------------------------------------------------------------------------
-
-
 @kind
 class Fetch(Message):
     """A rank requests a file that the driver offers; the reply is `Fetched`."""
 
     name: str
-
-
-# -- the driver to the agents; an agent forwards some of them to its ranks -------------------------
 
 
 @kind
@@ -330,20 +309,14 @@ class End(Message):
     """Every rank has finished: the ranks run their exit handlers and exit."""
 
 
-# -- an agent to a rank ----------------------------------------------------------------------------
-
-
 @kind
 class Start(Message):
     """The work of a rank.
 
     Attributes:
-        modules: Directory of the modules that travelled with the job.
-        code: The rank's copy of the user's code.
         refs: The name and the local path, if there is one, of each referenced file, by URI.
         result_directory: Directory to which rank 0 writes its value.
         shared: True if this host sees the submission's folder.
-        context: The fields of the rank's `rankzero.train.TrainContext`.
         ports: First and last port that may be bound; None for any.
     """
 
@@ -372,9 +345,6 @@ class Fetched(Message):
     name: str
     path: str = ""
     error: str | None = None
-
-
-# -- both ends of a connection ---------------------------------------------------------------------
 
 
 @kind
