@@ -113,16 +113,6 @@ def test_silence_that_lasts_is_the_end_for_both(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_reset_connection_is_the_end_for_both(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with serving(tmp_path) as served, proxied(served) as (proxy, port):
-            agent = await served.agent(driver=served.driver(port=port))
-            proxy.reset()
-            await until(lambda: agent.ended and served.received.ended)
-
-    asyncio.run(main())
-
-
 def test_an_agent_waits_for_a_silent_driver_whose_process_lives(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path) as served, proxied(served) as (proxy, port):
@@ -170,25 +160,6 @@ def test_an_agent_on_whose_message_the_driver_fails_is_lost_with_the_reason(tmp_
             agent.connection.send(Beat(1), 0)
             await until(lambda: served.received.ended and agent.ended)
             assert "a fault of the driver" in served.received.ended[0]
-
-    asyncio.run(main())
-
-
-def test_lines_wait_in_the_agent_while_the_driver_takes_none(tmp_path: Path, limits: Callable[..., None]) -> None:
-    limits(silence=45.0)
-
-    async def main() -> None:
-        async with serving(tmp_path) as served:
-            agent = await served.agent()
-            served.received.has_room.clear()
-            for _ in range(64):
-                agent.connection.send(Log(["x" * (1 << 20)]), 0)
-            await asyncio.sleep(0.5)
-            assert served.received.messages == []
-            assert agent.connection.unsent > 32 << 20
-            served.received.has_room.set()
-            await until(lambda: len(served.received.messages) == 64)
-            await until(lambda: agent.connection.unsent == 0)
 
     asyncio.run(main())
 

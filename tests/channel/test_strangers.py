@@ -8,12 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as some
 from tests.channel.conftest import Serving, proxied, serving, until
 
 from rankzero.channel.connection import ChannelError
-from rankzero.channel.messages import Beat, Decoder, MessageError
+from rankzero.channel.messages import Beat, MessageError
 
 
 async def answer(served: Serving, data: bytes) -> bytes:
@@ -137,15 +135,6 @@ def test_agents_that_come_all_at_once_are_all_served_beside_idle_strangers(
                 stranger.close()
 
     asyncio.run(main())
-
-
-@settings(max_examples=300, deadline=None)
-@given(some.lists(some.binary(max_size=200), max_size=20))
-def test_any_bytes_in_any_pieces_give_messages_or_a_message_error(pieces: list[bytes]) -> None:
-    decoder = Decoder(limit=1000)
-    with contextlib.suppress(MessageError):
-        for piece in pieces:
-            decoder.feed(piece)
 
 
 # -- the agent's side ------------------------------------------------------------------------------

@@ -284,30 +284,20 @@ def environment(config: dict[str, Any]) -> dict[str, str]:
     env.update(config["env"])
     # torchrun sets it too, unless the user did.
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    return {**env, **visible_gpus(config["gpus"] if config["use_gpu"] else [], env)}
+    return env | visible_gpus(config["gpus"] if config["use_gpu"] else [], env)
 
 
 def visible_gpus(gpus: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that limit a rank to the GPUs of its task.
-
-    Args:
-        gpus: Ids of the GPUs.
-        env: The environment so far: AMD's variable is set only if it is there.
-    """
-    ids = ",".join(gpus)
+    """Returns the variables that limit a rank to the GPUs of its task; AMD's only if ``env`` has it."""
     # AMD's driver reads CUDA's variable, unless its own is set.
-    found = {"CUDA_VISIBLE_DEVICES": ids} | ({"HIP_VISIBLE_DEVICES": ids} if "HIP_VISIBLE_DEVICES" in env else {})
+    names = {"CUDA_VISIBLE_DEVICES", *{"HIP_VISIBLE_DEVICES"} & env.keys()}
     # Intel's variable takes numbers only; an empty value would select all GPUs.
-    return found | ({"ZE_AFFINITY_MASK": ids} if gpus and all(map(str.isdecimal, gpus)) else {})
+    names |= {"ZE_AFFINITY_MASK"} if gpus and all(map(str.isdecimal, gpus)) else set()
+    return dict.fromkeys(names, ",".join(gpus))
 
 
 def rank_environment(context: dict[str, Any], config: dict[str, Any]) -> dict[str, str]:
-    """Returns the variables that ``init_process_group`` and libraries above it read: all those that torchrun sets.
-
-    Args:
-        context: The fields of the rank's `rankzero.train.TrainContext`.
-        config: The agent's configuration.
-    """
+    """Returns the variables of a rank, for its context and the agent's configuration: all those that torchrun sets."""
     rank, world_size, chosen = str(context["rank"]), str(context["world_size"]), {**os.environ, **config["env"]}
     return {
         "RANK": rank,

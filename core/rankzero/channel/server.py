@@ -183,7 +183,7 @@ class Server:
         await connection.drain()
 
     async def _take(self, name: str, size: int, connection: Connection) -> None:
-        """Receives a file."""
+        """Receives a file of an agent, and notes whether it is there."""
         path = os.path.join(self.directory, f"{UPLOAD}{name}")
         if not name or name.startswith(".") or os.sep in name or "\0" in name or size < 0:
             raise ChannelError(f"{name!r} is no plain file name, or {size} no size")
