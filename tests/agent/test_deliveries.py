@@ -178,15 +178,15 @@ def test_each_thread_that_waits_for_a_file_learns_that_it_cannot_be_had(
     while len(asked) < 2:
         asked += receive(agent)
     # One answer to both: it is there before the second thread looks.
-    agent.send(encode(messages.Fetched("part", "", "gone")))
+    agent.send(encode(messages.Transferred("part", "", "gone")))
     for thread in threads:
         thread.join(10)
     assert errors == ["part cannot be had from the driver: gone"] * 2
     # The next request asks the agent again.
     again = threading.Thread(target=fetch, daemon=True)
     again.start()
-    assert receive(agent) == ["Fetch"]
-    agent.send(encode(messages.Fetched("part", "/here", None)))
+    assert receive(agent) == ["Transfer"]
+    agent.send(encode(messages.Transferred("part", "/here", None)))
     again.join(10)
     assert not again.is_alive()
     assert len(errors) == 2

@@ -65,9 +65,7 @@ class Agent:
         self._inputs: Inputs | None = None
         self._reader = ActionThread("rankzero-inputs")
         self._tasks: set[asyncio.Task[None]] = set()
-        self._fetches: dict[str, asyncio.Task[None]] = {}
-        # Files to send, by name and path, and the message of a rank that follows each of them.
-        self._uploads: asyncio.Queue[tuple[Rank, str, str, Message]] = asyncio.Queue()
+        self._transfers: dict[str, asyncio.Task[None]] = {}
         # How the ranks end: asked to exit; before all had committed; since the task process has exited; as agreed.
         self._is_ending = self._is_early = self._is_orphaned = self._is_agreed = False
         self._complete = asyncio.Event()
@@ -140,7 +138,6 @@ class Agent:
         for rank in self._ranks:
             rank.listen(connection, self._on_rank_message)
             self._do(rank.output.pump())
-        self._do(self._upload())
         self._do(self._send_reports())
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._collect)
         self._collect()
@@ -212,19 +209,13 @@ class Agent:
 
     def _on_rank_message(self, rank: Rank, message: Message) -> None:
         match message:
-            case messages.Fetch():
-                self._do(self._answer(rank, message.name))
-            case messages.Part() if not message.shared:
-                name = f"{self._config['task']}-checkpoint-{message.index}-{rank.local_rank}"
-                self._uploads.put_nowait((rank, name, message.path, dataclasses.replace(message, upload=name)))
+            case messages.Transfer():
+                self._do(self._transfer(rank, message))
             case messages.Finished():
                 rank.outcome = message
                 # What the rank printed and reported before it committed must appear before that.
                 rank.drain()
-                path = message.result["path"] if message.result else ""
-                name = f"{self._config['task']}-value" if os.path.dirname(path) == self._scratch else ""
-                # Behind its parts of checkpoints: the driver ends the run when all ranks have finished.
-                self._uploads.put_nowait((rank, name, path, message))
+                rank.send(message)
                 self._release()
             case messages.Failed():
                 rank.outcome, tail = message, rank.drain()
@@ -234,31 +225,19 @@ class Agent:
             case _:
                 rank.send(message)
 
-    async def _answer(self, rank: Rank, name: str) -> None:
-        """Fetches a file that a rank requests, once for all ranks that do."""
-        path = os.path.join(self._scratch, name)
-        if name not in self._fetches:
-            self._fetches[name] = asyncio.create_task(self._driver.fetch(name, path))
+    async def _transfer(self, rank: Rank, request: messages.Transfer) -> None:
+        """Sends a file of a rank to the driver, or fetches one, once for all ranks that request it."""
+        name, path, sends = request.name, request.path or os.path.join(self._scratch, request.name), bool(request.path)
+        if name not in self._transfers:
+            transfer = self._driver.put if sends else self._driver.fetch
+            self._transfers[name] = asyncio.create_task(transfer(name, path))
         try:
-            await self._fetches[name]
+            await self._transfers[name]
         except OSError as error:
-            self._fetches.pop(name, None)
-            rank.tell(messages.Fetched(name, error=str(error)))
+            self._transfers.pop(name, None)
+            rank.tell(messages.Transferred(name, error=str(error)))
         else:
-            rank.tell(messages.Fetched(name, path))
-
-    async def _upload(self) -> None:
-        """Sends the files of ranks, one after the other, and the message that follows each. Never returns."""
-        while True:
-            rank, name, path, message = await self._uploads.get()
-            try:
-                if name:
-                    await self._driver.put(name, path)
-            except OSError as error:
-                # The driver, which has not got the file, decides what that means.
-                sys.stderr.write(f"{path} was not sent: {error}\n")
-            rank.send(message)
-            self._uploads.task_done()
+            rank.tell(messages.Transferred(name, path))
 
     def _collect(self) -> None:
         """Reaps exited children: ranks, and orphans that were re-parented to this process."""
@@ -353,35 +332,29 @@ class Agent:
             # Every child that kept the pipe open has exited, so it can be read to its end.
             rank.drain()
         if not self.lost:
-            delivery = self._do(self._deliver())
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(OSError):
                 async with asyncio.timeout(LAST_LINES_TIMEOUT()) as self._patience:
                     self._hurry()
+                    for rank in self._ranks:
+                        await rank.output.send_waiting()
+                    self._say_bye()
                     # The driver closes the connection when it has read everything.
                     await asyncio.wait([self._following])
-            if not delivery.done():
-                delivery.cancel()
-                self._finish()
+            # Again if time was short.
+            self._say_bye()
             await asyncio.wait([self._following], timeout=STOPPED_LINES_TIMEOUT())
 
-    def _hurry(self) -> None:
-        """Limits the delivery after a stop: to the grace, of which large files may need the rest."""
-        if self._patience and self._is_early:
-            with contextlib.suppress(RuntimeError):
-                # It may be over.
-                self._patience.reschedule(max(self._stop_by, time.monotonic() + STOPPED_LINES_TIMEOUT()))
-
-    async def _deliver(self) -> None:
-        await self._uploads.join()
-        with contextlib.suppress(OSError):
-            for rank in self._ranks:
-                await rank.output.send_waiting()
-            self._finish()
-
-    def _finish(self) -> None:
+    def _say_bye(self) -> None:
         for rank in self._ranks:
             rank.output.finish()
         self._send(messages.Bye())
+
+    def _hurry(self) -> None:
+        """Limits the delivery of lines after a stop."""
+        if self._patience and self._is_early:
+            with contextlib.suppress(RuntimeError):
+                # It may be over.
+                self._patience.reschedule(time.monotonic() + STOPPED_LINES_TIMEOUT())
 
 
 def _locked(directory: str) -> int:

@@ -2,7 +2,7 @@
 
 On the wire a message is a line of JSON: ``[kind, local rank, fields]``. An agent adds the local rank of the sender to
 the messages of its ranks; it is null in all others. In this order: what agents send to the driver, what ranks send
-(`Fetch` to their agent), what the driver sends, what an agent sends to its ranks, and what both ends send. Standard
+(`Transfer` to their agent), what the driver sends, what an agent sends to its ranks, and what both ends send. Standard
 library only: this module travels to executors.
 """
 
@@ -177,7 +177,7 @@ class Part(Message):
         shared: True if ``path`` is in the run directory or its object store.
         pieces: Index of a sharded state.
         has_result: True if this rank had set the value of the run by then: `rankzero.train.set_result`.
-        upload: Name under which the agent sends the part over the channel.
+        upload: Name under which the agent has sent the part over the channel.
     """
 
     id: str
@@ -246,10 +246,11 @@ class Failed(Message):
 
 
 @kind
-class Fetch(Message):
-    """A rank requests a file that the driver offers; the reply is `Fetched`."""
+class Transfer(Message):
+    """A rank requests a file that the driver offers or, with a path, that its file is sent to the driver."""
 
     name: str
+    path: str = ""
 
 
 @kind
@@ -339,8 +340,8 @@ class Start(Message):
 
 
 @kind
-class Fetched(Message):
-    """A file that was requested from the driver is at ``path``, or cannot be had because of ``error``."""
+class Transferred(Message):
+    """The reply to `Transfer`: the file is at ``path``, or was not transferred because of ``error``."""
 
     name: str
     path: str = ""

@@ -279,7 +279,7 @@ class Agents:
                 self._note_phase(rank, member, message)
             case messages.Finished() if rank in self.facts.returned:
                 self.facts.over.add(rank)
-                self._storage.finish(rank, member.task, message, self._recorder.status.metrics)
+                self._storage.finish(rank, message, self._recorder.status.metrics)
             case messages.Finished():
                 # The rank exited cleanly because it was asked to: the training was stopped, not finished.
                 what = "ended when it was asked to"

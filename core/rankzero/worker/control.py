@@ -47,8 +47,8 @@ class Control:
         self._outgoing: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
         threading.Thread(target=self._deliver, name="rankzero-sender", daemon=True).start()
         self._early: list[Message] = []
-        self._fetched: dict[str, messages.Fetched] = {}
-        self._has_fetched = threading.Condition()
+        self._transferred: dict[str, messages.Transferred] = {}
+        self._has_transferred = threading.Condition()
         self.ended = threading.Event()
         """Set once the agent has reported that every rank has committed."""
 
@@ -151,7 +151,7 @@ class Control:
         """Starts the thread that receives the agent's messages.
 
         Args:
-            on_checkpoint: Receives the messages other than `End` and `Fetched`.
+            on_checkpoint: Receives the messages other than `End` and `Transferred`.
         """
 
         def take() -> None:
@@ -159,10 +159,10 @@ class Control:
                 message = self._early.pop(0) if self._early else self._receive()
                 if isinstance(message, messages.End):
                     self.ended.set()
-                elif isinstance(message, messages.Fetched):
-                    with self._has_fetched:
-                        self._fetched[message.name] = message
-                        self._has_fetched.notify_all()
+                elif isinstance(message, messages.Transferred):
+                    with self._has_transferred:
+                        self._transferred[message.name] = message
+                        self._has_transferred.notify_all()
                 else:
                     on_checkpoint(message)
 
@@ -177,17 +177,26 @@ class Control:
         Raises:
             ResultError: the driver cannot read the file, or this host cannot write it.
         """
-        with self._has_fetched:
-            # A failure stays for other threads that wait for the same file, and is forgotten by the next request.
-            if name in self._fetched and self._fetched[name].error is not None:
-                del self._fetched[name]
-        self.send(messages.Fetch(name))
-        with self._has_fetched:
-            self._has_fetched.wait_for(lambda: name in self._fetched)
-            message = self._fetched[name]
+        message = self._transfer(messages.Transfer(name))
         if message.error is not None:
             raise ResultError(f"{name} cannot be had from the driver: {message.error}")
         return message.path
+
+    def put(self, name: str, path: str) -> None:
+        """Makes the agent send a file to the driver, which decides what follows if it has not arrived."""
+        if error := self._transfer(messages.Transfer(name, path)).error:
+            print(f"rankzero: {path} was not sent to the driver: {error}")
+
+    def _transfer(self, request: messages.Transfer) -> messages.Transferred:
+        name = request.name
+        with self._has_transferred:
+            # A failure stays for other threads that wait for the same file, and is forgotten by the next request.
+            if name in self._transferred and self._transferred[name].error is not None:
+                del self._transferred[name]
+        self.send(request)
+        with self._has_transferred:
+            self._has_transferred.wait_for(lambda: name in self._transferred)
+            return self._transferred[name]
 
     def beat(self, interval: float, progress: Callable[[], int]) -> None:
         """Starts the heartbeat thread, which reports the rank's progress to the agent.

@@ -113,7 +113,7 @@ def _work(
 
     start.context["backend"] = _backend(start.context["backend"], context.accelerator)
     world = context.TrainContext(**start.context)
-    files = parts.Parts(start, control.fetch)
+    files = parts.Parts(start, control.fetch, control.put)
     writer = writers.CheckpointWriter(files, world.attempt, world.rank, world.world_size, control.send, control.flush)
     session = context.install(world, control.report, writer, files, start.datasets, start.scratch)
     if start.checkpoint:
@@ -279,11 +279,14 @@ def _commit(value: object, start: messages.Start, files: Parts) -> messages.Fini
     result = {"format": file_format, "size": size, "digest": digest, "path": path, "summary": summary}
     if file_format == formats.JSON and size <= INLINE_LIMIT:
         result["value"] = value
-        return messages.Finished(time.time(), result)
-    summary |= _view(value)
-    if size > INLINE_LIMIT and (url := files.upload_value(path, f"value-{start.context['attempt']}.{file_format}")):
-        os.unlink(path)
-        result["path"] = url
+    else:
+        summary |= _view(value)
+        name = f"value-{start.context['attempt']}.{file_format}"
+        if size > INLINE_LIMIT and (url := files.upload_value(path, name)):
+            os.unlink(path)
+            result["path"] = url
+    if not start.shared and result["path"] == path:
+        files.put("rank-0-value", path)
     return messages.Finished(time.time(), result)
 
 
