@@ -91,22 +91,20 @@ class Inputs:
                     f"{name} does not carry the digest that the driver recorded: it was changed or damaged, or an "
                     "argument changed while it was submitted"
                 )
-        return Start(
-            master_addr=assigned.master_addr,
-            payload=self._here[PAYLOAD],
-            modules=self._unpack_modules() if MODULES in self._here else None,
-            code=self._unpack_code() if CODE in self._here else None,
-            refs={file["uri"]: [name, self._here.get(name)] for name, file in assigned.files.items() if "uri" in file},
-            result_directory=os.path.join(assigned.run_directory, "result") if self.shared else self._scratch,
-            checkpoint=assigned.checkpoint,
-            run_directory=assigned.run_directory,
-            run_token=assigned.run_token,
-            shared=self.shared,
-            scratch=self._scratch,
-            datasets=self._here.get(manifest.FILE),
-            beat_interval=assigned.beat_interval,
-            ports=ports,
-        )
+        facts: dict[str, Any] = {
+            "payload": self._here[PAYLOAD],
+            "modules": self._unpack_modules() if MODULES in self._here else None,
+            "code": self._unpack_code() if CODE in self._here else None,
+            "refs": {
+                file["uri"]: [name, self._here.get(name)] for name, file in assigned.files.items() if "uri" in file
+            },
+            "result_directory": os.path.join(assigned.run_directory, "result") if self.shared else self._scratch,
+            "shared": self.shared,
+            "scratch": self._scratch,
+            "datasets": self._here.get(manifest.FILE),
+            "ports": ports,
+        }
+        return Start(**vars(assigned), **facts)
 
     def _unpack_modules(self) -> str:
         directory = os.path.join(self._scratch, "modules")

@@ -263,15 +263,15 @@ class Assign(Message):
         checkpoint: Manifest of the checkpoint to start from.
     """
 
-    master_addr: str
     run_directory: str
     run_token: str
-    files: dict[str, dict[str, Any]]
-    beat_interval: float
-    context: dict[str, Any]
-    first_rank: int
-    node_rank: int
-    sample_usage: bool
+    master_addr: str = ""
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    beat_interval: float = 0.0
+    context: dict[str, Any] = field(default_factory=dict)
+    first_rank: int = 0
+    node_rank: int = 0
+    sample_usage: bool = False
     checkpoint: dict[str, Any] | None = None
 
 
@@ -311,8 +311,8 @@ class End(Message):
 
 
 @kind
-class Start(Message):
-    """The work of a rank.
+class Start(Assign):
+    """The work of a rank: what its agent was assigned, with the rank's own context, and what this host has of it.
 
     Attributes:
         refs: The name and the local path, if there is one, of each referenced file, by URI.
@@ -321,22 +321,16 @@ class Start(Message):
         ports: First and last port that may be bound; None for any.
     """
 
-    run_directory: str
-    run_token: str
-    shared: bool
-    scratch: str
-    master_addr: str = ""
+    shared: bool = False
+    scratch: str = ""
     payload: str = ""
     result_directory: str = ""
     refs: dict[str, list[str | None]] = field(default_factory=dict)
-    beat_interval: float = 0.0
-    context: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     modules: str | None = None
     code: str | None = None
     datasets: str | None = None
     ports: list[int] | None = None
-    checkpoint: dict[str, Any] | None = None
 
 
 @kind

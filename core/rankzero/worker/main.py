@@ -221,7 +221,7 @@ def _show_stack(message: messages.Message, start: messages.Start, send: Callable
     """Replies to a request for this rank's stack, in the thread that receives it; its log shows more, if asked to."""
     if not isinstance(message, messages.Dump):
         return
-    frames = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])
+    frames = traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident or 0))
     lines = [f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}' for frame, line in frames]
     shown = [line.strip() for line in lines if not failures.is_own_frame(line)]
     send(messages.Stack("\n".join(shown), time.process_time()))
