@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any
 
 LINE_MAX = 64 << 20  # Most bytes of one message
 
@@ -20,8 +20,6 @@ KINDS: dict[str, type[Message]] = {}
 
 NEVER = sys.maxsize
 """Number in `Lost` that is greater than that of any checkpoint."""
-
-M = TypeVar("M", bound="Message")
 
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -33,22 +31,12 @@ class MessageError(ValueError):
 class Message:
     """The base of all messages, which are frozen dataclasses."""
 
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and vars(self) == vars(other)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+    def __init_subclass__(cls) -> None:
+        KINDS[cls.__name__] = cls
 
     def facts(self) -> dict[str, Any]:
         """Returns the fields whose value is not None."""
         return {name: value for name, value in vars(self).items() if value is not None}
-
-
-@dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def kind(cls: type[M]) -> type[M]:
-    """Makes a class a kind of message. `Message` has what each of them would otherwise compile at its import."""
-    KINDS[cls.__name__] = made = dataclass(frozen=True, eq=False, repr=False)(cls)
-    return made
 
 
 def encode(message: Message, local_rank: int | None = None) -> bytes:
@@ -91,7 +79,7 @@ class Decoder:
         return [decode(line) for line in lines]
 
 
-@kind
+@dataclass(frozen=True)
 class Join(Message):
     """An agent has started its workers, which import torch, and waits for its ranks."""
 
@@ -104,7 +92,7 @@ class Join(Message):
     workers: int
 
 
-@kind
+@dataclass(frozen=True)
 class Leaving(Message):
     """An agent stops its ranks although the driver has not asked for it; ``cause`` decides about a restart."""
 
@@ -112,21 +100,21 @@ class Leaving(Message):
     cause: str
 
 
-@kind
+@dataclass(frozen=True)
 class Usage(Message):
     """A sample of the CPU, memory, network and GPUs of an agent's host (`rankzero.host.usage`)."""
 
     sample: dict[str, Any]
 
 
-@kind
+@dataclass(frozen=True)
 class Log(Message):
     """Lines that a rank printed."""
 
     lines: list[str]
 
 
-@kind
+@dataclass(frozen=True)
 class Stack(Message):
     """The reply to `Dump`: a rank's stack, or why there is none; and the processor seconds it has used, if known."""
 
@@ -134,7 +122,7 @@ class Stack(Message):
     cpu: float | None = None
 
 
-@kind
+@dataclass(frozen=True)
 class Reached(Message):
     """A rank has reached a phase.
 
@@ -148,28 +136,28 @@ class Reached(Message):
     values: dict[str, Any] = field(default_factory=dict)
 
 
-@kind
+@dataclass(frozen=True)
 class Rendezvous(Message):
     """Rank 0 has bound the port at which the ranks meet."""
 
     port: int
 
 
-@kind
+@dataclass(frozen=True)
 class Beat(Message):
     """The heartbeat of a rank, with the count of its progress so far."""
 
     progress: int
 
 
-@kind
+@dataclass(frozen=True)
 class Metrics(Message):
     """Reports of a rank: the metrics and the Unix time of each."""
 
     rows: list[tuple[dict[str, Any], float]]
 
 
-@kind
+@dataclass(frozen=True)
 class Part(Message):
     """A rank has written its part of a checkpoint.
 
@@ -196,21 +184,21 @@ class Part(Message):
     upload: str | None = None
 
 
-@kind
+@dataclass(frozen=True)
 class Lost(Message):
     """A checkpoint will not be committed. To ranks, `NEVER` means that no later one will be, either."""
 
     index: int
 
 
-@kind
+@dataclass(frozen=True)
 class Damaged(Message):
     """A rank has found that a file of a committed checkpoint is not the one that was written."""
 
     id: str
 
 
-@kind
+@dataclass(frozen=True)
 class Finished(Message):
     """A rank has written everything that the run needs from it.
 
@@ -221,7 +209,7 @@ class Finished(Message):
     result: dict[str, Any] | None = None
 
 
-@kind
+@dataclass(frozen=True)
 class Failed(Message):
     """The facts about a rank that has failed.
 
@@ -245,7 +233,7 @@ class Failed(Message):
     log_tail: list[str] = field(default_factory=list)
 
 
-@kind
+@dataclass(frozen=True)
 class Transfer(Message):
     """A rank requests a file that the driver offers or, with a path, that its file is sent to the driver."""
 
@@ -253,7 +241,7 @@ class Transfer(Message):
     path: str = ""
 
 
-@kind
+@dataclass(frozen=True)
 class Assign(Message):
     """The ranks of an agent, and what it needs to start them.
 
@@ -275,7 +263,7 @@ class Assign(Message):
     checkpoint: dict[str, Any] | None = None
 
 
-@kind
+@dataclass(frozen=True)
 class Go(Message):
     """The addresses and the port of rank 0: the ranks connect, then call the user's code."""
 
@@ -284,33 +272,33 @@ class Go(Message):
     one_host: bool
 
 
-@kind
+@dataclass(frozen=True)
 class Committed(Message):
     """A checkpoint is committed, with the part of its manifest that the ranks of the agent need."""
 
     manifest: dict[str, Any]
 
 
-@kind
+@dataclass(frozen=True)
 class Dump(Message):
     """Requests the stacks of all ranks. Their logs show them, too, unless it is ``quiet``."""
 
     quiet: bool = False
 
 
-@kind
+@dataclass(frozen=True)
 class Stop(Message):
     """Stops the ranks: SIGTERM now, SIGKILL after ``grace`` seconds."""
 
     grace: float
 
 
-@kind
+@dataclass(frozen=True)
 class End(Message):
     """Every rank has finished: the ranks run their exit handlers and exit."""
 
 
-@kind
+@dataclass(frozen=True)
 class Start(Assign):
     """The work of a rank: what its agent was assigned, with the rank's own context, and what this host has of it.
 
@@ -333,7 +321,7 @@ class Start(Assign):
     ports: list[int] | None = None
 
 
-@kind
+@dataclass(frozen=True)
 class Transferred(Message):
     """The reply to `Transfer`: the file is at ``path``, or was not transferred because of ``error``."""
 
@@ -342,11 +330,11 @@ class Transferred(Message):
     error: str | None = None
 
 
-@kind
+@dataclass(frozen=True)
 class Ping(Message):
     """The other end is alive."""
 
 
-@kind
+@dataclass(frozen=True)
 class Bye(Message):
     """An agent has sent everything, and closes its connection."""
