@@ -96,11 +96,6 @@ def test_ranks_may_open_more_files_than_a_shell_allows(launcher: Launcher) -> No
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_names_that_stand_for_nobody_are_passed_over(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalSession, "driver_hosts", ["no-such-host.invalid", "127.0.0.1"])
-    assert launcher.run(reduce)[0] == 2.0
-
-
 @pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="no IPv6 here")
 def test_ipv6_will_do(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalSession, "bind_host", "::1")

@@ -117,11 +117,11 @@ class Rank:
         except OSError:
             self._unsent.clear()
 
-    def kill(self, number: int, send: Callable[[int, int], None] = os.kill) -> None:
+    def kill(self, number: int) -> None:
         """Sends a signal to the worker if it is alive."""
         if self.alive:
             with contextlib.suppress(OSError):
-                send(self.pid, number)
+                os.kill(self.pid, number)
 
     def note_exit(self, status: int, *, was_asked: bool) -> None:
         """Sends what an exited worker has left, and how it ended unless its outcome says it.
