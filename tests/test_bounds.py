@@ -65,10 +65,6 @@ def test_the_driver_waits_longer_for_an_agent_than_the_agent_delivers_its_last_l
     assert supervise.WORKER_EXIT_MARGIN() < attempt.SUCCESS_END_TIMEOUT()
 
 
-def test_the_driver_waits_longer_for_stacks_than_the_agent_gives_its_workers_to_write_them() -> None:
-    assert supervise.STACKS_TIMEOUT() < bounds.STACKS_WINDOW()
-
-
 def test_who_cancels_a_run_waits_longer_than_its_driver_takes_to_record_its_end() -> None:
     # Agents exit; the engine cancels them, and reports their end; the last checkpoint is stored.
     stops = 4 * bounds.STOP_MARGIN()

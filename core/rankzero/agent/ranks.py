@@ -66,8 +66,6 @@ class Rank:
         self.outcome: messages.Finished | messages.Failed | None = None
         self.output = Output(local_rank, config["scratch"])
         self._decoder = Decoder()
-        self._beat_at = time.monotonic()
-        self._has_shown = True
         self._unsent = bytearray()
         self._reports, self._reported = _reports_file(config["scratch"]), 0
         self._control, control = socket.socketpair()
@@ -153,9 +151,7 @@ class Rank:
         if not data:
             asyncio.get_running_loop().remove_reader(self._control)
             return False
-        self._beat_at = time.monotonic()
         for message, _ in self._decoder.feed(data):
-            self._has_shown = self._has_shown or isinstance(message, messages.Stack)
             self._on_message(self, message)
         return True
 
@@ -204,25 +200,6 @@ class Rank:
                 break
         self.send_reports()
         return self.output.tail
-
-    # -- stacks --------------------------------------------------------------------------------
-
-    def ask_for_stack(self, request: messages.Dump) -> None:
-        """Makes the worker send its stack."""
-        self._has_shown = False
-        if self.outcome is None:
-            self.tell(request)
-
-    def explain_silence(self) -> None:
-        """Replies for a worker that has not sent its stack."""
-        if not self._has_shown:
-            silence = time.monotonic() - self._beat_at
-            text = f"its process does not answer (SIGSTOP, or native code), no heartbeat for {silence:.0f} s"
-            if isinstance(self.outcome, messages.Finished):
-                text = "it had returned"
-            elif not self.alive:
-                text = "its process had ended"
-            self.send(messages.Stack(text))
 
 
 def _reports_file(scratch: str) -> int:

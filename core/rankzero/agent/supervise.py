@@ -38,7 +38,6 @@ from rankzero.threads import ActionThread, reply_of
 from rankzero.worker.call import cut_off_message
 
 AGENT_CONNECT_TIMEOUT = bounds.stretched(20.0)  # For an agent to find a driver that proves the secret
-STACKS_TIMEOUT = bounds.stretched(2.0)  # For workers to send their stacks
 WORKER_EXIT_MARGIN = bounds.stretched(4.0)  # To exit for a rank whose exit_timeout is over
 STOPPED_LINES_TIMEOUT = bounds.stretched(1.5)  # To deliver the last lines after a failure or a cancel
 LAST_LINES_TIMEOUT = bounds.stretched(600.0)  # The same after a success
@@ -153,17 +152,16 @@ class Agent:
                 if message.sample_usage:
                     self._do(self._sample_usage())
                 self._do(self._start(message))
-            case messages.Dump():
-                self._do(self._ask_for_stacks(message))
             case messages.Stop():
                 self._stop(message.grace)
             case messages.End():
                 with contextlib.suppress(OSError):
                     open(os.path.join(self._scratch, "agreed"), "w").close()
                 self._await_exits()
-            case messages.Go() | messages.Committed() | messages.Lost():
+            case messages.Go() | messages.Committed() | messages.Lost() | messages.Dump():
                 for rank in self._ranks:
-                    rank.tell(message)
+                    if rank.outcome is None:
+                        rank.tell(message)
 
     async def _start(self, assigned: messages.Assign) -> None:
         """Gets the files of the ranks, and gives the ranks their work. A thread reads files, which may be large."""
@@ -183,14 +181,6 @@ class Agent:
             context = inputs.context(rank.local_rank, len(self._ranks), self._config["use_gpu"])
             env = rank_environment(context, self._config)
             rank.tell(dataclasses.replace(common, context=context, env=env))
-
-    async def _ask_for_stacks(self, request: messages.Dump) -> None:
-        """Makes the ranks send their stacks, and replies for those that do not."""
-        for rank in self._ranks:
-            rank.ask_for_stack(request)
-        await asyncio.sleep(STACKS_TIMEOUT())
-        for rank in self._ranks:
-            rank.explain_silence()
 
     async def _sample_usage(self) -> None:
         usage = UsageSampler(use_gpu=self._config["use_gpu"], now=time.monotonic())

@@ -116,7 +116,7 @@ class Log(Message):
 
 @dataclass(frozen=True)
 class Stack(Message):
-    """The reply to `Dump`: a rank's stack, or why there is none; and the processor seconds it has used, if known."""
+    """The reply to `Dump`: the stack of a rank's main thread, and the processor seconds that its process has used."""
 
     text: str
     cpu: float | None = None

@@ -179,7 +179,7 @@ class Agents:
         self.hangs.stacks.clear()
         self.server.broadcast(messages.Dump(quiet))
         while not is_over() and (left := deadline - time.monotonic()) > 0:
-            if len(self.hangs.stacks) >= self._job.num_processes:
+            if len(self.hangs.stacks.keys() | self.facts.over) >= self._job.num_processes:
                 return
             await self._inbox.wait(min(left, bounds.POLL_INTERVAL))
 
