@@ -27,7 +27,7 @@ from rankzero.worker import main as worker
 
 PIPE_SIZE = 1 << 20  # Capacity of the pipe for a rank's output, where the system allows it (macOS does not)
 READ_SIZE = 1 << 18  # Most bytes of one read
-DRAIN_READS = 16  # Most reads that drain a pipe; a limit, because a child may write without end
+DRAIN_READS = 16  # Most reads that drain a pipe or a socket; a limit, because a process may write without end
 MUCH = 8 << 10  # Bytes of one read from which on the pipe is read again soon: it holds what is printed meanwhile
 BRISK = 0.005  # Seconds until then
 REPORTS_SIZE = 4 << 20  # Most bytes of reports in one message, more than one report has
@@ -92,7 +92,7 @@ class Rank:
         self.output.connection = self._connection = connection
         self._on_message = on_message
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._control, self._read_messages)
+        loop.add_reader(self._control, self.read_messages)
         loop.add_reader(self._pipe, self._on_printed)
 
     def tell(self, message: Message) -> None:
@@ -129,7 +129,7 @@ class Rank:
             was_asked: True if it was asked to exit.
         """
         self.alive = False
-        self.drain_messages()
+        self.read_messages()
         tail, code = self.drain(), os.waitstatus_to_exitcode(status)
         if self.outcome is None and was_asked:
             # Ranks of other agents may wait for this one to exit.
@@ -140,26 +140,20 @@ class Rank:
 
     # -- messages and reports ------------------------------------------------------------------
 
-    def _read_messages(self) -> bool:
-        """Handles the messages of one read, and returns True if there may be more."""
-        try:
-            data = self._control.recv(READ_SIZE)
-        except BlockingIOError:
-            return False
-        except OSError:
-            data = b""
-        if not data:
-            asyncio.get_running_loop().remove_reader(self._control)
-            return False
-        for message, _ in self._decoder.feed(data):
-            self._on_message(self, message)
-        return True
-
-    def drain_messages(self) -> None:
+    def read_messages(self) -> None:
         """Handles the messages that the worker has sent until now."""
         for _ in range(DRAIN_READS):
-            if not self._read_messages():
+            try:
+                data = self._control.recv(READ_SIZE)
+            except BlockingIOError:
                 return
+            except OSError:
+                data = b""
+            if not data:
+                asyncio.get_running_loop().remove_reader(self._control)
+                return
+            for message, _ in self._decoder.feed(data):
+                self._on_message(self, message)
 
     def send_reports(self) -> None:
         """Sends the metrics that the worker has reported since the last call."""
@@ -175,16 +169,15 @@ class Rank:
 
     def _on_printed(self) -> None:
         """Forwards printed lines. A pipe with few lines is read again later, since each read wakes the driver."""
+        loop = asyncio.get_running_loop()
         size = self._read_output()
-        if not self._pipe.closed:
-            loop = asyncio.get_running_loop()
-            loop.remove_reader(self._pipe)
-            loop.call_later(BRISK if size >= MUCH else until_delivery(), self._listen_again)
-
-    def _listen_again(self) -> None:
-        # The pipe may have been read to its end meanwhile.
-        if not self._pipe.closed:
-            asyncio.get_running_loop().add_reader(self._pipe, self._on_printed)
+        if self._pipe.closed:
+            return
+        loop.remove_reader(self._pipe)
+        if size:
+            loop.call_later(BRISK if size >= MUCH else until_delivery(), self._on_printed)
+        else:
+            loop.add_reader(self._pipe, self._on_printed)
 
     def _read_output(self) -> int:
         """Forwards the output of one read of the worker's pipe; returns its size."""

@@ -282,7 +282,7 @@ class Agent:
         if not self._is_ending:
             # A rank that has failed or ended before may be the first cause of what the driver has judged.
             for rank in self._ranks:
-                rank.drain_messages()
+                rank.read_messages()
             self._collect()
         self._stop_by = min(self._stop_by, time.monotonic() + (self._config["grace"] if grace is None else grace))
         was_ending, self._is_ending, self._is_early = self._is_ending, True, True
