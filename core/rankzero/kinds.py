@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rankzero.errors import InvalidJobError
-from rankzero.texts import spelt
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,199}")
 
@@ -97,6 +96,13 @@ def duration(text: str) -> float:
     if not parts or "".join(map("".join, parts)) != text.strip():
         raise ValueError(text)
     return sum(float(count) * _UNITS[unit] for count, unit in parts)
+
+
+def spelt(value: Any) -> Any:
+    """Returns a number or flag as Spark spells it, and any other value unchanged."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, (int, float)) else value
 
 
 _read_count = _reader("it must be a whole number", int)

@@ -12,7 +12,7 @@ from rankzero.advice import require
 from rankzero.data.manifest import Manifest
 from rankzero.errors import EngineError, RankZeroError
 from rankzero.job import Job
-from rankzero.threads import within
+from rankzero.threads import in_thread
 
 if TYPE_CHECKING:
     from rankzero.run.directory import RunDirectory, Submission
@@ -245,6 +245,7 @@ class AgentGroup(abc.ABC):
 
 def words_of(error: BaseException) -> str:
     """Returns the text of an engine's error. An error of py4j gets it from the JVM, which may be too dead to answer."""
-    words: list[str] = []
-    within(ENGINE_ERROR_TIMEOUT(), lambda: words.append(str(error)))
-    return words[0] if words else f"{type(error).__name__}, whose text the JVM did not return: see driver.log"
+    try:
+        return in_thread(lambda: str(error)).result(ENGINE_ERROR_TIMEOUT())
+    except Exception:
+        return f"{type(error).__name__}, whose text the JVM did not return: see driver.log"

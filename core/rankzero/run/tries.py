@@ -11,8 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rankzero.bounds import CANCEL_TIMEOUT
-from rankzero.errors import InvalidJobError, RankZeroError, RunCancelledError, RunTimeoutError, WorkerFailedError
-from rankzero.texts import encodable
+from rankzero.errors import (
+    InvalidJobError,
+    RankZeroError,
+    RunCancelledError,
+    RunTimeoutError,
+    WorkerFailedError,
+    encodable,
+)
 
 if TYPE_CHECKING:
     from rankzero.run.handle import RunHandle

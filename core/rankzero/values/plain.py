@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from rankzero.texts import encodable
+from rankzero.errors import encodable
+
 
 MAX_DEPTH = 100
 """Most levels of nested containers, since the readers and writers of files recurse."""
