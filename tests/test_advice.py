@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rankzero import EngineError, InvalidJobError, Launcher, WorkerFailedError, advice
-from rankzero.engines.spark.errors import explain
+from rankzero.engines.spark.stage import explain
 
 TEXTS = [
     ("ModuleNotFoundError: No module named 'horovod'", "rankzero.compat.horovod"),

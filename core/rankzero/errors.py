@@ -1,8 +1,8 @@
 """The public exceptions. Each message names the wrong value and the next thing to do.
 
 An error that ends a run is written into the run directory as JSON and rebuilt by each process
-that attaches; exception objects are never sent between processes. The facts of a class are its annotated attributes that
-have no value in the class.
+that attaches; exception objects are never sent between processes. The facts of a class are its annotated attributes
+that have no value in the class.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import pytest
 from rankzero import EngineError, InsufficientSlotsError, InvalidJobError, Launcher, SparkEngine
 from rankzero.engines.spark import jvm
 from rankzero.engines.spark.conf import conf_for, spark_defaults
-from rankzero.engines.spark.errors import explain
+from rankzero.engines.spark.stage import explain
 from rankzero.job import Job
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rankzero import bounds
@@ -29,7 +29,25 @@ def require_torch() -> None:
 
 
 class Engine(abc.ABC):
-    """A frozen description of where agents run."""
+    """A frozen description of where agents run.
+
+    Attributes:
+        has_tables: True if a session of this engine can compute tables and queries (`EngineSession.read_table`).
+        drives_elsewhere: True if `start_driver` starts the driver on a cluster, so that it outlives this machine.
+    """
+
+    has_tables = False
+    drives_elsewhere = False
+
+    @property
+    def can_detach(self) -> bool:
+        """True if a driver in a process of its own can open this engine: not with a session of this process."""
+        return getattr(self, "session", None) is None
+
+    @property
+    def prefers_own_process(self) -> bool:
+        """True if opening the engine would change the caller's process, as each session does that it starts."""
+        return self.can_detach
 
     @abc.abstractmethod
     def check(self, job: Job) -> None:
@@ -45,26 +63,6 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the engine as JSON, in two parts: one that may be shown, and one that must stay private."""
-
-    @property
-    @abc.abstractmethod
-    def can_detach(self) -> bool:
-        """True if a driver in a process of its own can open this engine."""
-
-    @property
-    @abc.abstractmethod
-    def prefers_own_process(self) -> bool:
-        """True if opening the engine would change the caller's process."""
-
-    @property
-    def has_tables(self) -> bool:
-        """True if a session of this engine can compute tables and queries (`EngineSession.read_table`)."""
-        return False
-
-    @property
-    def drives_elsewhere(self) -> bool:
-        """True if `start_driver` starts the driver on a cluster, so that it outlives the submitting machine."""
-        return False
 
     def start_driver(self, own: Submission, private: Mapping[str, Any]) -> None:
         """Starts the driver of a submission on the engine's cluster.
@@ -109,55 +107,34 @@ class Engine(abc.ABC):
 
 
 class EngineSession(abc.ABC):
-    """An open engine, which places the agents of one attempt at a time."""
+    """An open engine, which places the agents of one attempt at a time.
 
-    @property
-    @abc.abstractmethod
-    def place(self) -> str:
-        """Display name of the cluster or machine."""
+    Attributes:
+        place: Display name of the cluster or machine.
+        bind_host: Address on which the driver's channel listens.
+        driver_hosts: Addresses of the driver, preferred first; an agent takes the first that proves the run's secret.
+        most_slots: Most task slots that the engine can ever have, by its configuration; None if that does not limit
+            them.
+        notes: Display messages about settings that the engine added to those of the user.
+        url: URL of the engine's web page; None if it has none.
+        encrypts: True if the engine encrypts its own connections, so that those of the run are by default, too.
+    """
 
-    @property
-    def notes(self) -> list[str]:
-        """Display messages about settings that the engine added to those of the user."""
-        return []
+    place: str
+    bind_host: str
+    driver_hosts: list[str]
+    most_slots: int | None = None
+    notes: Sequence[str] = ()
+    url: str | None = None
+    encrypts = False
 
     @abc.abstractmethod
     def slots(self) -> int:
         """Returns the number of the job's tasks that can run at the same time now."""
 
-    @property
-    def most_slots(self) -> int | None:
-        """Most task slots that the engine can ever have, by its configuration; None if that does not limit them."""
-        return None
-
     def num_agents(self, num_tasks: int) -> int:
         """Returns the number of agents that run this many tasks of the job: one for each."""
         return num_tasks
-
-    @property
-    @abc.abstractmethod
-    def bind_host(self) -> str:
-        """Address on which the driver's channel listens."""
-
-    @property
-    @abc.abstractmethod
-    def driver_host(self) -> str:
-        """Address under which agents reach the driver."""
-
-    @property
-    def driver_hosts(self) -> list[str]:
-        """All addresses of the driver, preferred first; an agent takes the first that proves the run's secret."""
-        return [self.driver_host]
-
-    @property
-    def url(self) -> str | None:
-        """URL of the engine's web page; None if it has none."""
-        return None
-
-    @property
-    def encrypts(self) -> bool:
-        """True if the engine encrypts its own connections, so that those of the run are encrypted by default, too."""
-        return False
 
     def reserve(self, num_tasks: int) -> bool:
         """Reserves the slots of the next attempt; returns False if another run took them first."""
@@ -227,12 +204,6 @@ class AgentGroup(abc.ABC):
     def wait(self, timeout: float) -> bool:
         """Waits for the agents; returns True if all have ended within ``timeout`` seconds."""
         return self._ended.wait(timeout)
-
-    def tolerate_outage(self) -> None:  # noqa: B027 - most engines have no connection that may break for a while
-        """Keeps the agents running if the connection to the engine breaks for a while.
-
-        From now on the driver receives messages from the agents, or heartbeats, without the engine.
-        """
 
     @abc.abstractmethod
     def cancel(self) -> None:

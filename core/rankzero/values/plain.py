@@ -10,7 +10,6 @@ from typing import Any
 
 from rankzero.errors import encodable
 
-
 MAX_DEPTH = 100
 """Most levels of nested containers, since the readers and writers of files recurse."""
 

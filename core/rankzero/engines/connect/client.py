@@ -13,7 +13,7 @@ from urllib.parse import quote, unquote
 
 from rankzero import bounds
 from rankzero.advice import require
-from rankzero.engines.spark import errors as spark
+from rankzero.engines.spark import stage as spark
 from rankzero.errors import LOST, EngineError, InvalidJobError, RankZeroError
 from rankzero.host.network import first_reachable, without_brackets
 
@@ -27,12 +27,11 @@ FIRST_RETRIES = 3
 
 RETRIES = 8
 MAX_BACKOFF = 2000
-"""Most milliseconds between two of the `RETRIES` of a request. They take 11 s in all, less than agents wait for their
-driver (15 s). By default, pyspark retries a dead server for ten minutes."""
+"""Most milliseconds between two of the `RETRIES` of a request, which take 11 s in all. By default, pyspark retries a
+dead server for ten minutes."""
 
 STAGE_RETRIES = 210
-"""Retries for a stage whose agents report to the driver directly: 7 minutes, as long as a server keeps a stage without
-its client."""
+"""Retries once a stage was started: 7 minutes, as long as a server keeps a stage without its client."""
 
 OLDEST = (3, 5)
 """The first version of Spark whose Connect server runs barrier stages."""

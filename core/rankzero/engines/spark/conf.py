@@ -36,50 +36,33 @@ ENCRYPTION = ("spark.network.crypto.enabled", "spark.ssl.rpc.enabled", "spark.ss
 
 THREADS = "spark.executorEnv.OMP_NUM_THREADS"
 
+SETTINGS = (TASK_CPUS, TASK_GPUS, INSTANCES, EXECUTOR_CORES, EXECUTOR_GPUS, CORES_MAX, THREADS, *ENCRYPTION)
+"""Settings of a session on which slots, tasks and connections depend."""
+
 
 def is_master(master: object) -> bool:
     """Returns True for a master that this engine supports."""
-    if not isinstance(master, str):
-        return False
-    return any(pattern.fullmatch(master) for pattern in (LOCAL, _LOCAL_CLUSTER, _REMOTE))
-
-
-def is_standalone(master: str) -> bool:
-    """Returns True for a Spark standalone cluster."""
-    return master.startswith("spark://")
-
-
-def is_kubernetes(master: str) -> bool:
-    """Returns True for a Kubernetes cluster."""
-    return master.startswith("k8s://")
-
-
-def known_slots(master: str, conf: Mapping[str, str]) -> int | None:
-    """Returns the task slots of a local master; None for a cluster."""
-    cpus = int(conf.get(TASK_CPUS, "1"))
-    if found := LOCAL.fullmatch(master):
-        # The cores that this process may use, as the JVM counts them, too.
-        cores = available_cores() if found[1] == "*" else int(found[1] or 1)
-        return cores // cpus
-    if found := _LOCAL_CLUSTER.fullmatch(master):
-        return int(found[1]) * (int(found[2]) // cpus)
-    return None
+    return isinstance(master, str) and any(each.fullmatch(master) for each in (LOCAL, _LOCAL_CLUSTER, _REMOTE))
 
 
 def most_slots(master: str, conf: Mapping[str, str]) -> int | None:
     """Returns the most task slots a cluster can ever have, as master and conf prove; None if they prove none."""
-    if (slots := known_slots(master, conf)) is not None:
-        return slots
-    if not has_fixed_executors(master):
-        most = conf.get(CORES_MAX, "")
-        return int(most) // int(conf.get(TASK_CPUS, "1")) if most.isdecimal() else None
-    instances = conf.get(INSTANCES, "")
-    return int(instances) * slots_of_executor(conf) if instances.isdecimal() else None
+    cpus = int(conf.get(TASK_CPUS, "1"))
+    if found := LOCAL.fullmatch(master):
+        # The cores that this process may use, as the JVM counts them, too.
+        return (available_cores() if found[1] == "*" else int(found[1] or 1)) // cpus
+    if found := _LOCAL_CLUSTER.fullmatch(master):
+        return int(found[1]) * (int(found[2]) // cpus)
+    if has_fixed_executors(master):
+        instances = conf.get(INSTANCES, "")
+        return int(instances) * slots_of_executor(conf) if instances.isdecimal() else None
+    most = conf.get(CORES_MAX, "")
+    return int(most) // cpus if most.isdecimal() else None
 
 
 def has_fixed_executors(master: str) -> bool:
     """Returns True if Spark starts the configured number of executors; a standalone cluster starts what fits."""
-    return master == "yarn" or is_kubernetes(master)
+    return master == "yarn" or master.startswith("k8s://")
 
 
 def slots_of_executor(conf: Mapping[str, str]) -> int:
@@ -138,18 +121,13 @@ def require_task_cpus(job: Job, cpus: str | None) -> None:
 
 
 def refuse_dynamic_allocation(value: str | None) -> None:
-    """Raises InvalidJobError if the value of the setting is true."""
+    """Raises InvalidJobError if the value of the setting is true, which Spark reports late and less clearly."""
     if value is not None and value.lower() == "true":
-        raise dynamic_allocation_error()
-
-
-def dynamic_allocation_error() -> InvalidJobError:
-    """Returns the error for dynamic allocation, which Spark itself reports late and less clearly."""
-    return InvalidJobError(
-        f"{DYNAMIC_ALLOCATION} is true; Spark runs no barrier stage with dynamic allocation (SPARK-24942): "
-        "set it to false and fix the number of executors",
-        code="RZ-1011",
-    )
+        raise InvalidJobError(
+            f"{DYNAMIC_ALLOCATION} is true; Spark runs no barrier stage with dynamic allocation (SPARK-24942): "
+            "set it to false and fix the number of executors",
+            code="RZ-1011",
+        )
 
 
 def whole_gpus(amount: str | None) -> int:
@@ -159,13 +137,9 @@ def whole_gpus(amount: str | None) -> int:
             f"use_gpu=True, but {TASK_GPUS} is not set, so Spark gives tasks no GPU: "
             "set it, spark.executor.resource.gpu.amount and a discovery script"
         )
-    try:
-        whole = int(amount)
-    except ValueError:
-        whole = 0
-    if whole < 1:
+    if not _whole(amount):
         raise InvalidJobError(f"{TASK_GPUS} is {amount!r}; a rank needs a whole GPU: set it to 1 or more")
-    return whole
+    return int(amount)
 
 
 def require_task_gpus(job: Job, amount: str | None) -> None:
@@ -198,10 +172,6 @@ def _setting(line: str) -> tuple[str, str] | None:
     """Returns name and value of a line, as Java parses it: ``name value``, ``name=value`` or ``name: value``."""
     found = re.fullmatch(r"\s*([^#!\s=:][^\s=:]*)\s*[=:]?\s*(.*?)\s*", line)
     return (found[1], found[2]) if found else None
-
-
-FIRST_WITH_PROFILES = 4
-"""The first major version of Spark in which a stage of Spark Connect may have a profile."""
 
 
 @dataclass(frozen=True)
@@ -259,11 +229,10 @@ def _whole(amount: str | None) -> int:
 
 
 def can_have_profiles(session: Any) -> bool:
-    """Returns True if both client and server support profiles."""
+    """Returns True if both client and server support profiles, as Spark Connect does since Spark 4."""
     import pyspark
 
-    versions = (pyspark.__version__, str(session.version))
-    return all(int(version.partition(".")[0]) >= FIRST_WITH_PROFILES for version in versions)
+    return min(int(version.partition(".")[0]) for version in (pyspark.__version__, str(session.version))) >= 4
 
 
 def create_profile(session: Any, resources: TaskResources) -> Any:

@@ -21,8 +21,7 @@ from rankzero.advice import advised, require
 from rankzero.engines.base import words_of
 from rankzero.engines.local import LOOPBACK
 from rankzero.engines.spark.conf import LOCAL, TASK_CPUS, THREADS, spark_defaults
-from rankzero.engines.spark.errors import first_lines
-from rankzero.engines.spark.stage import task_config
+from rankzero.engines.spark.stage import first_lines, task_config
 from rankzero.errors import EngineError, InvalidJobError
 from rankzero.job import Job
 from rankzero.task import zygotes

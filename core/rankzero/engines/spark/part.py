@@ -15,10 +15,8 @@ from typing import Any
 
 from rankzero.data.kinds import count_nulls, is_vector
 
-TOKEN = "_token"
-"""A file in the folder, by which a task checks that it sees the submitter's folder."""
-
-ELSEWHERE = "is another directory here"
+PREFIX = "rankzero-part-"
+"""Beginning of the names of the files."""
 
 GROUP_BYTES = 4 << 20
 """Approximate number of bytes of a row group before it is encoded: a window of a shuffle has 32 of them."""
@@ -95,7 +93,7 @@ def _lengths(column: Any) -> Any:
     return None
 
 
-def write_part(batches: Iterator[Any], names: list[str], filesystem: Any, folder: str, token: str) -> Iterator[Any]:
+def write_part(batches: Iterator[Any], names: list[str], filesystem: Any, folder: str) -> Iterator[Any]:
     """Writes the rows of one task into a file, and yields a row about it.
 
     Args:
@@ -103,19 +101,15 @@ def write_part(batches: Iterator[Any], names: list[str], filesystem: Any, folder
         names: The names of the other columns.
         filesystem: A file system of pyarrow.
         folder: Directory of the file.
-        token: The content of `TOKEN` in the submitter's folder.
 
     Yields:
         One row of `FACTS`; none if there were no rows.
     """
     from pyspark import TaskContext
 
-    with filesystem.open_input_file(f"{folder}/{TOKEN}") as file:
-        if file.read().decode() != token:
-            raise RuntimeError(f"{folder} {ELSEWHERE}")
     context: Any = TaskContext.get()
     # The partition number sorts files in the order of the DataFrame's rows; the rest keeps tasks that ran twice apart.
-    part = Part(f"part-{context.partitionId():06d}-{secrets.token_hex(16)}.parquet", names)
+    part = Part(f"{PREFIX}{context.partitionId():06d}-{secrets.token_hex(16)}.parquet", names)
     groups = _groups(part.note(batch) for batch in batches if batch.num_rows)
     first = next(groups, None)
     if first is not None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any
 
 from rankzero import bounds, store
-from rankzero.engines.spark.conf import is_kubernetes, is_standalone, spark_defaults, spark_home
+from rankzero.engines.spark.conf import spark_defaults, spark_home
 from rankzero.engines.spark.context import zipped_packages
 from rankzero.engines.spark.engine import SparkEngine
 from rankzero.engines.spark.jvm import PYTHON, find_java
@@ -83,6 +83,8 @@ class SparkSubmitEngine(SparkEngine):
         >>> handle = Launcher(8, engine=engine, store="/shared/runs").submit(train)    # doctest: +SKIP
     """
 
+    drives_elsewhere = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.session is not None:
@@ -91,7 +93,7 @@ class SparkSubmitEngine(SparkEngine):
             raise InvalidJobError(
                 f"master {self.master!r} is no cluster that could run a driver: use spark://host:port or yarn"
             )
-        if is_kubernetes(self.master):
+        if self.master.startswith("k8s://"):
             raise InvalidJobError(
                 f"rankzero starts no driver in cluster mode on {self.master!r}: start a pod of your own that runs "
                 f"Launcher(engine=SparkEngine({self.master!r}, conf=...), run_id=..., store=...), with "
@@ -100,9 +102,8 @@ class SparkSubmitEngine(SparkEngine):
             )
 
     @property
-    def drives_elsewhere(self) -> bool:
-        """True, since the cluster runs the driver."""
-        return True
+    def _is_standalone(self) -> bool:
+        return str(self.master).startswith("spark://")
 
     def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the specification of a `SparkEngine` whose driver a cluster starts."""
@@ -112,7 +113,7 @@ class SparkSubmitEngine(SparkEngine):
     def check(self, job: Job) -> None:
         """Refuses a job that a `SparkEngine` refuses, and paths that a driver on the cluster would not find."""
         super().check(job)
-        if is_standalone(self.master or ""):
+        if self._is_standalone:
             _refuse_paths_of_executors(self._settings())
 
     def check_store(self, root: str) -> None:
@@ -121,7 +122,7 @@ class SparkSubmitEngine(SparkEngine):
             raise InvalidJobError(
                 f"the store {root!r} exists only in this process, and the driver runs on {self.master}"
             )
-        if is_standalone(self.master or "") and store.is_url(root):
+        if self._is_standalone and store.is_url(root):
             raise InvalidJobError(
                 f"a driver on the standalone cluster {self.master!r} is started from the run directory, so the store "
                 f"must be a path that every worker mounts, not {root!r}"
@@ -130,7 +131,7 @@ class SparkSubmitEngine(SparkEngine):
     def start_driver(self, own: Submission, private: Mapping[str, Any]) -> None:
         """Submits the driver, and returns when the cluster has accepted it, which takes about ten seconds."""
         master, run = self.master or "", [own.run.directory, str(own.job.submission)]
-        with _placed(own, shared=is_standalone(master)) as files:
+        with _placed(own, shared=self._is_standalone) as files:
             self._spark_submit(own, deployment_of(master, self._settings(), files, run, pack(private)))
 
     def _settings(self) -> dict[str, str]:
@@ -192,7 +193,7 @@ def deployment_of(master: str, conf: Mapping[str, str], files: str, run: list[st
     """
     program, code = f"{files}/{PROGRAM}", f"{files}/{CODE}"
     own = [run[0], "--submission", run[1], "--private"]
-    if not is_standalone(master):
+    if not master.startswith("spark://"):
         # YARN keeps the configuration in the staging directory, which only this user can read.
         settings = {"spark.yarn.submit.waitAppCompletion": "false", **conf, PRIVATE_SETTING: private}
         return Deployment(["--py-files", code, program, *own, f"conf:{PRIVATE_SETTING}"], settings)
