@@ -72,7 +72,7 @@ class ConnectSession(EngineSession):
         if self._resources and not can_have_profiles(self._session):
             require_task_cpus(job, settings.get(TASK_CPUS, "1"))
             require_task_gpus(job, settings.get(TASK_GPUS))
-        self._settings = {**settings, **(self._resources.settings if self._resources else {})}
+        self._settings = {**settings, **self._resources}
         if job.use_gpu:
             require_task_gpus(job, self._settings.get(TASK_GPUS))
         self.most_slots = most_slots(master, self._settings)

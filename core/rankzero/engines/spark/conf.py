@@ -1,6 +1,6 @@
 """Checks of a job against the name of a master and Spark's configuration, before and after a JVM exists.
 
-`TaskResources` are the resources of a task that differ from the settings of a session, also as a profile of Connect.
+`task_resources` are the resources of a task that differ from the settings of a session, also as a profile of Connect.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -174,26 +173,8 @@ def _setting(line: str) -> tuple[str, str] | None:
     return (found[1], found[2]) if found else None
 
 
-@dataclass(frozen=True)
-class TaskResources:
-    """The resources of one task, which Spark represents as a ``TaskResourceProfile``.
-
-    Attributes:
-        cpus: Number of cores.
-        gpus: Number of whole GPUs.
-    """
-
-    cpus: int
-    gpus: int
-
-    @property
-    def settings(self) -> dict[str, str]:
-        """The settings of a session that gives every task these resources."""
-        return {TASK_CPUS: str(self.cpus), TASK_GPUS: str(self.gpus)}
-
-
-def task_resources(job: Job, master: str, settings: Mapping[str, str]) -> TaskResources | None:
-    """Returns the resources of a task if the session's settings give too few; None if they suffice.
+def task_resources(job: Job, master: str, settings: Mapping[str, str]) -> dict[str, str]:
+    """Returns the settings of the profile that a task needs if the session's settings give too little; else none.
 
     Args:
         job: The job that runs.
@@ -203,17 +184,17 @@ def task_resources(job: Job, master: str, settings: Mapping[str, str]) -> TaskRe
     Raises:
         InvalidJobError: Spark cannot give a task these resources; the message names the setting to change.
     """
-    has = TaskResources(int(settings.get(TASK_CPUS, "1")), _whole(settings.get(TASK_GPUS)))
-    cpus = (job.cpus_per_process or 0) * job.processes_per_task or has.cpus
+    has, gpus = int(settings.get(TASK_CPUS, "1")), _whole(settings.get(TASK_GPUS))
+    cpus = (job.cpus_per_process or 0) * job.processes_per_task or has
     is_local = LOCAL.fullmatch(master) is not None
-    of_executor = _whole(settings.get(EXECUTOR_GPUS))
-    lacks_gpus = job.use_gpu and not is_local and has.gpus < job.processes_per_task <= of_executor
-    if cpus == has.cpus and not lacks_gpus:
-        return None
+    if job.use_gpu and not is_local and gpus < job.processes_per_task <= _whole(settings.get(EXECUTOR_GPUS)):
+        gpus = job.processes_per_task
+    elif cpus == has:
+        return {}
     if is_local:
         raise InvalidJobError(
             f"cpus_per_process={job.cpus_per_process} asks for {cpus} cores for each task, but the session at "
-            f"{master!r} has {TASK_CPUS}={has.cpus}, and a local master has no resource profiles: set it to {cpus}"
+            f"{master!r} has {TASK_CPUS}={has}, and a local master has no resource profiles: set it to {cpus}"
         )
     cores = settings.get(EXECUTOR_CORES, "")
     if cores.isdecimal() and int(cores) < cpus:
@@ -221,7 +202,7 @@ def task_resources(job: Job, master: str, settings: Mapping[str, str]) -> TaskRe
             f"cpus_per_process={job.cpus_per_process} asks for {cpus} cores for each task, more than an executor has "
             f"({EXECUTOR_CORES}={cores}): lower cpus_per_process or processes_per_task"
         )
-    return TaskResources(cpus, job.processes_per_task if lacks_gpus else has.gpus)
+    return {TASK_CPUS: str(cpus), TASK_GPUS: str(gpus)}
 
 
 def _whole(amount: str | None) -> int:
@@ -235,13 +216,15 @@ def can_have_profiles(session: Any) -> bool:
     return min(int(version.partition(".")[0]) for version in (pyspark.__version__, str(session.version))) >= 4
 
 
-def create_profile(session: Any, resources: TaskResources) -> Any:
+def create_profile(session: Any, resources: Mapping[str, str]) -> Any:
     """Creates a profile on the server and returns an object that `mapInArrow` accepts for it.
 
     pyspark's own class would use the active session of the process, which may belong to another server.
     """
     from pyspark.sql.connect import proto
 
-    amounts = {"cpus": float(resources.cpus), **({"gpu": float(resources.gpus)} if resources.gpus else {})}
-    tasks = {name: proto.TaskResourceRequest(resource_name=name, amount=amount) for name, amount in amounts.items()}
+    amounts = {"cpus": float(resources[TASK_CPUS]), "gpu": float(resources[TASK_GPUS])}
+    tasks = {
+        name: proto.TaskResourceRequest(resource_name=name, amount=amount) for name, amount in amounts.items() if amount
+    }
     return SimpleNamespace(id=session.client._create_profile(proto.ResourceProfile(task_resources=tasks)))

@@ -242,7 +242,7 @@ class SparkEngineSession(EngineSession):
         refuse_dynamic_allocation(setting(DYNAMIC_ALLOCATION))
         settings = {name: value for name in SETTINGS if (value := setting(name)) is not None}
         self._resources = task_resources(job, self._master, settings)
-        self._settings = {**settings, **(self._resources.settings if self._resources else {})}
+        self._settings = {**settings, **self._resources}
         self.most_slots = most_slots(self._master, self._settings)
         if job.use_gpu and LOCAL.fullmatch(self._master):
             require_local_gpus(job.least_processes)

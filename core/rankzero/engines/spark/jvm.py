@@ -196,17 +196,18 @@ class Embedded:
         known = {**spark_defaults(), **conf}
         return Embedded(known) if LOCAL.fullmatch(master) and own_python(known) == sys.executable else None
 
-    @property
-    def cores(self) -> int:
-        """Cores of one task."""
-        return int(self.conf.get(TASK_CPUS, "1"))
-
     def config(self, job: Job, env: Mapping[str, str]) -> dict[str, Any]:
         """Returns what only the agents of an embedded Spark have: all variables of the ranks that torch may read."""
         import rankzero
 
-        env = {**self._executor_env(), **env}
-        config = task_config({"env": env}, self.cores, job.processes_per_task, threads_set=THREADS in self.conf)
+        settings = {
+            name.removeprefix(_EXECUTOR_ENV): value
+            for name, value in self.conf.items()
+            if name.startswith(_EXECUTOR_ENV)
+        }
+        cores = int(self.conf.get(TASK_CPUS, "1"))
+        env = {**settings, **env}
+        config = task_config({"env": env}, cores, job.processes_per_task, threads_set=THREADS in self.conf)
         config["env"] = with_defaults(config)
         code = os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__)))
         return {"env": config["env"], "ahead": _ahead.get(_key(config)), "code_path": code}
@@ -216,13 +217,6 @@ class Embedded:
         config = self.config(job, env)
         with contextlib.suppress(OSError):
             _ahead[_key(config)] = config["ahead"] or zygotes.start_ahead(config)
-
-    def _executor_env(self) -> dict[str, str]:
-        return {
-            name.removeprefix(_EXECUTOR_ENV): value
-            for name, value in self.conf.items()
-            if name.startswith(_EXECUTOR_ENV)
-        }
 
 
 def _key(config: Mapping[str, Any]) -> str:
