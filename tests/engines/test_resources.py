@@ -59,7 +59,7 @@ def test_what_no_session_can_give_is_refused() -> None:
         task_resources(job(cpus_per_process=2), "local[4]", {})
     with pytest.raises(InvalidJobError, match=r"8 cores for each task, more than an executor has .*cores=4"):
         task_resources(job(cpus_per_process=8), "yarn", {"spark.executor.cores": "4"})
-    with pytest.raises(InvalidJobError, match="spark.task.cpus is 1, but cpus_per_process=2"):
+    with pytest.raises(InvalidJobError, match="cpus_per_process=2 asks for 2 cores .* has spark.task.cpus=1"):
         Launcher(2, cpus_per_process=2, engine=SparkEngine("local[4]", conf={"spark.task.cpus": "1"})).run(print)
     with pytest.raises(InvalidJobError, match="cpus_per_process is 0"):
         Launcher(2, cpus_per_process=0)

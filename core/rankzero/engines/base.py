@@ -51,11 +51,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def check(self, job: Job) -> None:
-        """Refuses a job that is known to fail, before anything starts.
-
-        Raises:
-            InvalidJobError, InsufficientSlotsError, EngineError
-        """
+        """Raises InvalidJobError or EngineError for a job that is known to fail, before anything starts."""
 
     def check_store(self, root: str) -> None:  # noqa: B027 - most engines see whatever this process sees
         """Refuses a root of run directories that the driver of a run could not use. Raises InvalidJobError."""
@@ -65,41 +61,24 @@ class Engine(abc.ABC):
         """Returns the engine as JSON, in two parts: one that may be shown, and one that must stay private."""
 
     def start_driver(self, own: Submission, private: Mapping[str, Any]) -> None:
-        """Starts the driver of a submission on the engine's cluster.
+        """Starts the driver of a submission on the engine's cluster. Raises EngineError if the cluster refuses it.
 
         Args:
             own: The submission to drive, which has no status yet.
             private: Data that may hold secrets: for the driver only, and for no file or command line.
-
-        Raises:
-            EngineError: the cluster refuses the driver; nothing was started.
         """
         raise NotImplementedError
 
     def can_host_driver(self, run: RunDirectory, job: Job) -> bool:
-        """Returns True if the driver of a submitted run may run inside its stage; its submitter only starts the stage.
-
-        Args:
-            run: The run.
-            job: Its job.
-        """
+        """Returns True if the driver of a submitted run may run inside its stage, which its submitter starts."""
         return False
 
     def num_processes(self, processes_per_task: int, *, use_gpu: bool) -> int | None:
-        """Returns the ranks for ``num_processes="auto"``, one for each slot; None if the number of slots is unknown.
-
-        Raises:
-            InsufficientSlotsError: there is no slot for a single task.
-        """
+        """Returns the ranks for ``num_processes="auto"``, one for each slot; None if the number of slots is unknown."""
         return None
 
     def start_ahead(self, job: Job, env: Mapping[str, str]) -> None:  # noqa: B027
-        """Starts work that need not wait for `open`, such as loading torch. It is optional, and never raises.
-
-        Args:
-            job: The job that will run.
-            env: The user's environment for the ranks.
-        """
+        """Starts work that need not wait for `open`, such as loading torch for ranks with this environment."""
 
     @abc.abstractmethod
     def open(self, job: Job) -> EngineSession:
@@ -142,10 +121,10 @@ class EngineSession(abc.ABC):
 
     @abc.abstractmethod
     def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> AgentGroup:
-        """Starts the agents of this many tasks, all together.
+        """Starts the agents of this many tasks, which `reserve` has granted, all together.
 
         Args:
-            num_tasks: Number of tasks, which `reserve` has granted.
+            num_tasks: Number of tasks.
             config: The configuration that all agents share.
             on_end: Called once, from another thread, when all agents have ended.
         """

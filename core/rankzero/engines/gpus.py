@@ -71,6 +71,9 @@ def require_local_gpus(needed: int) -> None:
         )
 
 
+_NAME = "\0rankzero-gpu-"
+
+
 class GpuClaims:
     """The GPUs that one run of this machine has claimed; they are free again when its driver ends, however it ends.
 
@@ -108,24 +111,15 @@ class GpuClaims:
         while self._held:
             self._held.popitem()[1].close()
 
-    @classmethod
-    def forget(cls) -> None:
-        """Closes the sockets of all claims in a process that was forked, which would keep the GPUs claimed."""
-        for claim in cls._sockets:
-            claim.close()
 
-
-os.register_at_fork(after_in_child=GpuClaims.forget)
-
-
-def _name(gpu: str) -> str:
-    return f"\0rankzero-gpu-{gpu}"
+# A forked child would keep the GPUs of its parent claimed.
+os.register_at_fork(after_in_child=lambda: [claim.close() for claim in GpuClaims._sockets])
 
 
 def _is_claimed(gpu: str) -> bool:
     """Returns True if another run has claimed the GPU; finding out disturbs no other run."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
-        probe.connect(_name(gpu))
+        probe.connect(_NAME + gpu)
         return True
     return False
 
@@ -133,7 +127,7 @@ def _is_claimed(gpu: str) -> bool:
 def _claimed(gpu: str) -> socket.socket | None:
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        claim.bind(_name(gpu))
+        claim.bind(_NAME + gpu)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             claim.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,19 +30,17 @@ from rankzero.engines.spark.conf import (
     TASK_CPUS,
     TASK_GPUS,
     THREADS,
-    can_have_profiles,
     create_profile,
     most_slots,
     refuse_dynamic_allocation,
     require_slots,
-    require_task_cpus,
     require_task_gpus,
     task_resources,
 )
 from rankzero.engines.spark.context import task_code
 from rankzero.engines.spark.materialize import materialize, open_query
 from rankzero.engines.spark.stage import make_task, task_config
-from rankzero.errors import RankZeroError
+from rankzero.errors import InvalidJobError, RankZeroError
 from rankzero.host.network import address_towards, bind_address, is_loopback, own_addresses
 from rankzero.job import Job
 from rankzero.task.hold import hold
@@ -64,14 +62,15 @@ class ConnectSession(EngineSession):
 
     def check(self) -> None:
         """Raises EngineError, InvalidJobError or InsufficientSlotsError if Spark would refuse the job or hang on it."""
+        import pyspark
+
         job, server = self._job, self._server
         settings = settings_of(self._session, [MASTER, DYNAMIC_ALLOCATION, *SETTINGS])
         master = settings.get(MASTER, "")
         refuse_dynamic_allocation(settings.get(DYNAMIC_ALLOCATION))
         self._resources = task_resources(job, master, settings)
-        if self._resources and not can_have_profiles(self._session):
-            require_task_cpus(job, settings.get(TASK_CPUS, "1"))
-            require_task_gpus(job, settings.get(TASK_GPUS))
+        if self._resources and min(pyspark.__version__, str(self._session.version)) < "4":
+            raise InvalidJobError(f"Spark Connect has no resource profiles before Spark 4: set {self._resources} there")
         self._settings = {**settings, **self._resources}
         if job.use_gpu:
             require_task_gpus(job, self._settings.get(TASK_GPUS))
@@ -125,7 +124,9 @@ class ConnectSession(EngineSession):
             self._is_lost = self._is_lost or is_server_lost(str(error))
             on_end(error)
 
-        return ConnectGroup(self._session, self._server, self._job, num_tasks, task, ended, profile)
+        group = ConnectGroup(self._session, self._server, f"rankzero-{self._job.run_id}-{secrets.token_hex(4)}")
+        group.start(num_tasks, task, {"profile": profile} if profile else {}, ended)
+        return group
 
     def read_table(
         self, query: str, folder: str, name: str, say: Callable[[str], None], check: Callable[[], None]
@@ -153,34 +154,24 @@ class ConnectSession(EngineSession):
 
 
 class ConnectGroup(AgentGroup):
-    """The barrier stage of one attempt, while it runs."""
+    """The barrier stage of one attempt, under a tag of its own, since other runs use the session, too."""
 
-    def __init__(
-        self,
-        session: Any,
-        server: ServerUrl,
-        job: Job,
-        num_tasks: int,
-        task: Callable[[Any], Any],
-        on_end: OnEnd,
-        profile: Any,
-    ) -> None:
+    def __init__(self, session: Any, server: ServerUrl, tag: str) -> None:
         super().__init__()
         self._session = session
         self._server = server
-        self._num_tasks = num_tasks
-        self._task = task
-        self._profile = profile
-        # Other runs use this session, too.
-        self._tag = f"rankzero-{job.run_id}-{secrets.token_hex(4)}"
-        self._hold(self._collect, on_end)
+        self._tag = tag
 
-    def _collect(self) -> None:
-        # The tag applies to this thread alone.
-        self._session.addTag(self._tag)
-        tasks = self._session.range(self._num_tasks, numPartitions=self._num_tasks)
-        with_profile = {"profile": self._profile} if self._profile else {}
-        tasks.mapInArrow(self._task, "task long", barrier=True, **with_profile).collect()
+    def start(self, num_tasks: int, task: Callable[[Any], Any], options: Mapping[str, Any], on_end: OnEnd) -> None:
+        """Starts the tasks in a thread; ``options`` are those of `mapInArrow`."""
+
+        def collect() -> None:
+            # The tag applies to this thread alone.
+            self._session.addTag(self._tag)
+            tasks = self._session.range(num_tasks, numPartitions=num_tasks)
+            tasks.mapInArrow(task, "task long", barrier=True, **options).collect()
+
+        self._hold(collect, on_end)
 
     def cancel(self) -> None:
         """Interrupts the stage, as soon as the server has it; its tasks, agents and ranks end with it."""

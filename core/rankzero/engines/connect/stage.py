@@ -38,8 +38,6 @@ class StageEngine(Engine):
     secret: str
     place: str
     encrypts: bool
-    can_detach = False
-    prefers_own_process = False
 
     def check(self, job: Job) -> None:
         """Raises OSError or EngineError if no driver can listen for agents on this host."""

@@ -109,16 +109,6 @@ def require_slots(job: Job, slots: int, where: str) -> None:
         )
 
 
-def require_task_cpus(job: Job, cpus: str | None) -> None:
-    """Raises InvalidJobError if conf and job contradict each other about the cores of a task."""
-    needed = (job.cpus_per_process or 0) * job.processes_per_task
-    if needed and cpus is not None and int(cpus) != needed:
-        raise InvalidJobError(
-            f"{TASK_CPUS} is {cpus}, but cpus_per_process={job.cpus_per_process} asks for {needed} cores for each "
-            "task: leave one out, or make them equal"
-        )
-
-
 def refuse_dynamic_allocation(value: str | None) -> None:
     """Raises InvalidJobError if the value of the setting is true, which Spark reports late and less clearly."""
     if value is not None and value.lower() == "true":
@@ -209,15 +199,8 @@ def _whole(amount: str | None) -> int:
     return int(amount) if amount and amount.isdecimal() else 0
 
 
-def can_have_profiles(session: Any) -> bool:
-    """Returns True if both client and server support profiles, as Spark Connect does since Spark 4."""
-    import pyspark
-
-    return min(int(version.partition(".")[0]) for version in (pyspark.__version__, str(session.version))) >= 4
-
-
 def create_profile(session: Any, resources: Mapping[str, str]) -> Any:
-    """Creates a profile on the server and returns an object that `mapInArrow` accepts for it.
+    """Creates a profile on a server of Spark 4, and returns an object that `mapInArrow` accepts for it.
 
     pyspark's own class would use the active session of the process, which may belong to another server.
     """

@@ -11,26 +11,23 @@ from typing import Any
 from rankzero.engines.spark.conf import TASK_CPUS, TASK_GPUS
 from rankzero.task import hold, scratch, stage, zygotes
 
-_KNOWN = "_rankzero"
-
 
 class KnownContext:
-    """The cached settings and slots of a SparkContext, and rankzero's code in it."""
+    """The cached settings and slots of a SparkContext, and rankzero's code in it.
+
+    Attributes:
+        url: URL of the Spark UI; None if it is switched off.
+    """
 
     def __init__(self, context: Any) -> None:
         self._context = context
+        self.url: str | None = context.uiWebUrl
         self._scala = context._jsc.sc()
         self._conf = self._scala.conf()
         self._profiles: dict[tuple[str, ...], Any] = {}
         self._default_profile = self._scala.resourceProfileManager().defaultResourceProfile()
         self._settings: dict[str, str | None] = {}
         self._codes: dict[bool, Any] = {}
-
-    @functools.cached_property
-    def url(self) -> str | None:
-        """URL of the Spark UI; None if it is switched off."""
-        found: str | None = self._context.uiWebUrl
-        return found
 
     def code(self, *, zipped: bool = True) -> Any:
         """Returns a broadcast of `task_code`, which reaches every executor once instead of with every task.
@@ -74,10 +71,9 @@ class KnownContext:
 
 def known(context: Any) -> KnownContext:
     """Returns the cached values of a SparkContext, which live as long as the context."""
-    attributes = vars(context)
-    if _KNOWN not in attributes:
-        attributes[_KNOWN] = KnownContext(context)
-    found: KnownContext = attributes[_KNOWN]
+    if "_rankzero" not in vars(context):
+        context._rankzero = KnownContext(context)
+    found: KnownContext = context._rankzero
     return found
 
 

@@ -33,7 +33,6 @@ from rankzero.engines.spark.conf import (
     most_slots,
     refuse_dynamic_allocation,
     require_slots,
-    require_task_cpus,
     require_task_gpus,
     spark_defaults,
     task_resources,
@@ -126,10 +125,9 @@ class SparkEngine(Engine):
         """Refuses a job that is impossible by master and conf alone."""
         if self.session is not None:
             return
-        master, defaults = self._master(job), spark_defaults()
         refuse_dynamic_allocation(self.conf.get(DYNAMIC_ALLOCATION))
-        require_task_cpus(job, self.conf.get(TASK_CPUS))
-        conf = {**defaults, **conf_for(job, master, self.conf, defaults), **self.conf}
+        master, conf = self._master(job), self._whole_conf(job)
+        task_resources(job, master, conf)
         slots = most_slots(master, conf)
         if slots is not None:
             require_slots(job, slots, f"master {master!r}")
@@ -148,10 +146,10 @@ class SparkEngine(Engine):
 
     def open(self, job: Job) -> SparkEngineSession:
         """Starts or takes the session, and checks its slots and resources."""
-        asked = {} if self.session else conf_for(job, self._master(job), self.conf, spark_defaults())
         if self.session is not None:
             opened = SparkEngineSession(self.session.sparkContext, job)
         else:
+            asked = self._asked(job)
             context = jvm.start_context(self._master(job), job.name, self.conf, asked)
             opened = SparkEngineSession(context, job, owned=True, asked=asked, embedded=self._embedded(job))
         try:
@@ -163,14 +161,17 @@ class SparkEngine(Engine):
 
     def start_ahead(self, job: Job, env: Mapping[str, str]) -> None:
         """Loads torch while the JVM starts, if the ranks will run on this machine with this Python."""
-        if job.warm_start and (embedded := self._embedded(job)):
+        if self.session is None and job.warm_start and (embedded := self._embedded(job)):
             embedded.start_ahead(job, env)
 
     def _embedded(self, job: Job) -> Embedded | None:
-        if self.session is not None:
-            return None
-        master, defaults = self._master(job), spark_defaults()
-        return Embedded.of(master, {**conf_for(job, master, self.conf, defaults), **self.conf})
+        return Embedded.of(self._master(job), self._whole_conf(job))
+
+    def _asked(self, job: Job) -> dict[str, str]:
+        return conf_for(job, self._master(job), self.conf, spark_defaults())
+
+    def _whole_conf(self, job: Job) -> dict[str, str]:
+        return {**spark_defaults(), **self._asked(job), **self.conf}
 
     def _master(self, job: Job) -> str:
         cores = (job.cpus_per_process or 0) * job.processes_per_task or int(self.conf.get(TASK_CPUS, "1"))
@@ -260,7 +261,7 @@ class SparkEngineSession(EngineSession):
         self.encrypts = not is_local and any(settings.get(name) == "true" for name in ENCRYPTION)
         self.url = self._known.url
         # The broadcast is made here, because `open` has a time limit.
-        _ = self._code
+        self._known.code(zipped=self._embedded is None)
 
     def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> SparkGroup:
         """Starts the barrier stage in a thread with its own job group."""
@@ -271,7 +272,7 @@ class SparkEngineSession(EngineSession):
             config |= self._embedded.config(self._job, config["env"])
         task = make_task(
             config,
-            self._code,
+            self._known.code(zipped=self._embedded is None),
             None if self._gpus is None else self._claims.held,
             LOOPBACK if is_local else None,
         )
@@ -285,10 +286,6 @@ class SparkEngineSession(EngineSession):
 
         session = SparkSession.builder.getOrCreate()
         return materialize(open_query(session, query), folder, name, say, check)
-
-    @property
-    def _code(self) -> Any:
-        return self._known.code(zipped=self._embedded is None)
 
     def is_usable(self) -> bool:
         """Returns False if the JVM has exited or the SparkContext was stopped."""

@@ -268,25 +268,16 @@ def action(
 ) -> Any:
     """Returns the result of an action of Spark, which ends with this call, however that ends.
 
-    The action runs in a thread, because py4j cannot be interrupted while it waits.
-
-    Args:
-        run: The action.
-        frame: The DataFrame.
-        where: Display name of the DataFrame.
-        say: Receives lines about progress.
-        check: Called periodically; an exception that it raises ends Spark's work.
-
-    Raises:
-        EngineError: Spark failed.
+    It runs in a thread, because py4j cannot be interrupted while it waits. `materialize` describes the other arguments.
+    Raises EngineError if Spark fails.
     """
     tag = f"rankzero-data-{secrets.token_hex(8)}"
     done = Flag()
 
     def act() -> Any:
         try:
-            with _tagged(frame, tag):
-                return run()
+            _tag(frame, tag)
+            return run()
         finally:
             done.set()
 
@@ -306,45 +297,31 @@ def action(
         done.wait(DATAFRAME_PROGRESS_INTERVAL())
         raise
     if error := result.exception():
-        raise _explained(error, where) from error
+        text = str(error)
+        if part_module.PREFIX in text:
+            # A task could not write its file.
+            raise _not_shared(where, first_lines(text)) from error
+        raise EngineError(f"Spark could not compute {where}: {reason(text)}") from error
     return result.result()
 
 
-def _explained(error: BaseException, where: str) -> Exception:
-    text = str(error)
-    if part_module.PREFIX in text:
-        # A task could not write its file.
-        return _not_shared(where, first_lines(text))
-    return EngineError(f"Spark could not compute {where}: {reason(text)}")
-
-
-@contextlib.contextmanager
-def _tagged(frame: Any, tag: str) -> Iterator[None]:
+def _tag(frame: Any, tag: str) -> None:
     """Marks the jobs of this thread, so that they can be cancelled."""
     if context := context_of(frame):
         # A job group and not a tag: a tag does not interrupt tasks, which may wait for their Python for minutes.
         context.setJobGroup(tag, "rankzero: dataset", interruptOnCancel=True)
-        yield
-        return
-    frame.sparkSession.addTag(tag)
-    try:
-        yield
-    finally:
-        frame.sparkSession.removeTag(tag)
+    else:
+        frame.sparkSession.addTag(tag)
 
 
 def _cancel_until(done: Flag, frame: Any, tag: str) -> None:
     while not done.is_set():
-        _cancel(frame, tag)
+        with contextlib.suppress(Exception):
+            if context := context_of(frame):
+                context.cancelJobGroup(tag)
+            else:
+                frame.sparkSession.interruptTag(tag)
         done.wait(bounds.POLL_INTERVAL)
-
-
-def _cancel(frame: Any, tag: str) -> None:
-    with contextlib.suppress(Exception):
-        if context := context_of(frame):
-            context.cancelJobGroup(tag)
-        else:
-            frame.sparkSession.interruptTag(tag)
 
 
 def _progress(frame: Any) -> str:

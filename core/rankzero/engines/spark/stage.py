@@ -32,28 +32,24 @@ class SparkGroup(AgentGroup):
         from pyspark import InheritableThread
 
         self._context = context
-        self._job = job
-        self._num_tasks = num_tasks
-        self._task = task
-        self._profile = profile
         # Runs of other stores may have this name and share the session.
         self._group = f"rankzero-{job.run_id}-{secrets.token_hex(4)}"
-        self._hold(self._collect, on_end, InheritableThread)
 
-    def _collect(self) -> None:
-        job, tasks = self._job, self._num_tasks
-        description = f"rankzero: {job.name} on {job.world} ranks, run {job.run_id}"
-        self._context.setJobGroup(self._group, description, interruptOnCancel=True)
-        rows = self._context.parallelize(range(tasks), tasks)
-        if self._profile is not None:
-            from pyspark.resource import ResourceProfile
+        def collect() -> None:
+            description = f"rankzero: {job.name} on {job.world} ranks, run {job.run_id}"
+            context.setJobGroup(self._group, description, interruptOnCancel=True)
+            rows = context.parallelize(range(num_tasks), num_tasks)
+            if profile is not None:
+                from pyspark.resource import ResourceProfile
 
-            rows = rows.withResources(ResourceProfile(self._profile))
-        rdd = rows.barrier().mapPartitions(self._task)
-        with with_own_python(self._context):
-            # Fixes the executors' Python and pickles the task.
-            rdd._jrdd  # noqa: B018
-        rdd.collect()
+                rows = rows.withResources(ResourceProfile(profile))
+            rdd = rows.barrier().mapPartitions(task)
+            with with_own_python(context):
+                # Fixes the executors' Python and pickles the task.
+                rdd._jrdd  # noqa: B018
+            rdd.collect()
+
+        self._hold(collect, on_end, InheritableThread)
 
     def cancel(self) -> None:
         """Cancels the stage with its tasks, agents and ranks; from Spark 4 on also a stage that has not started."""
