@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
-from rankzero import Launcher, RankZeroError, RunHandle, WorkerFailedError
+from rankzero import Launcher, RunHandle, WorkerFailedError
 from rankzero.submit import drivers
 
 # Not in this source, which is shipped with the run.
@@ -47,10 +47,6 @@ def is_there() -> bool:
     return os.environ["TOKEN"].startswith("hunter2")
 
 
-def fail() -> None:
-    raise ValueError("wrong")
-
-
 def wait_for_ever() -> None:
     print("waits")
     time.sleep(600)
@@ -76,26 +72,16 @@ def test_a_run_that_succeeded(secretive: Launcher, tmp_path: Path, start: Callab
     assert files_with_the_secret(secretive.store) == []
 
 
-@pytest.mark.parametrize("secretive", PLACES, indirect=True)
-def test_a_run_that_failed(secretive: Launcher, tmp_path: Path) -> None:
-    with pytest.raises(RankZeroError, match="wrong"):
-        secretive.submit(fail).result(WAIT)
-    assert files_with_the_secret(secretive.store) == []
-
-
-def test_a_run_that_was_cancelled(secretive: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_run_that_was_cancelled_or_whose_driver_was_killed(secretive: Launcher, is_killed: bool) -> None:
     handle = running(secretive)
     assert files_with_the_secret(secretive.store) == []
-    handle.cancel()
-    assert handle.wait(WAIT)
-    assert files_with_the_secret(secretive.store) == []
-
-
-def test_a_driver_that_was_killed(secretive: Launcher, tmp_path: Path) -> None:
-    handle = running(secretive)
     driver = handle.status().driver_pid
     assert driver
-    os.kill(driver, signal.SIGKILL)
+    if is_killed:
+        os.kill(driver, signal.SIGKILL)
+    else:
+        handle.cancel()
     assert handle.wait(WAIT)
     assert files_with_the_secret(secretive.store) == []
 
@@ -142,7 +128,8 @@ def tell_it() -> str:
     raise ValueError(f"{value} is refused")
 
 
-def test_what_ranks_write_of_it_is_masked(secretive: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize("secretive", PLACES, indirect=True)
+def test_what_ranks_write_of_a_run_that_failed_is_masked(secretive: Launcher, tmp_path: Path) -> None:
     with pytest.raises(WorkerFailedError, match=r"ValueError: \*\*\* is refused") as caught:
         secretive.options(run_id="told", env={**(secretive.env or {}), "API_TOKEN": SECRET}).run(tell_it)
     assert caught.value.log_tail

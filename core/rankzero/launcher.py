@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 from rankzero import bounds, store
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job, world_bounds
-from rankzero.kinds import COUNT_FROM_ONE
+from rankzero.kinds import COUNT_FROM_ONE, MODE
 from rankzero.options import HELP, TABLE, Options, refuse_unknown
 
 if TYPE_CHECKING:
@@ -199,8 +199,7 @@ class Launcher(Options):
         from rankzero.sweep import named, run_trials
 
         COUNT_FROM_ONE.check("max_parallel", max_parallel)
-        if mode not in ("min", "max"):
-            raise InvalidJobError(f'mode is {mode!r}; use "min" or "max"')
+        MODE.check("mode", mode)
         trials = named(self.run_id, params)
 
         def start(number: int) -> AbstractContextManager[RunHandle[Any]]:

@@ -183,12 +183,6 @@ def test_more_ranks_than_slots_are_refused(on_connect: Launcher) -> None:
 
 
 @pytest.mark.soak
-def test_gpus_that_tasks_do_not_get_are_refused(on_connect: Launcher) -> None:
-    with pytest.raises(InvalidJobError, match="spark.task.resource.gpu.amount is not set"):
-        on_connect.options(use_gpu=True).run(reduce, 1.0)
-
-
-@pytest.mark.soak
 def test_cores_that_tasks_do_not_get_are_refused(on_connect: Launcher) -> None:
     with pytest.raises(InvalidJobError, match="a local master has no resource profiles: set it to 2"):
         on_connect.options(cpus_per_process=2).run(reduce, 1.0)

@@ -76,22 +76,14 @@ def test_cores_of_a_rank_on_this_machine(launcher: Launcher, monkeypatch: pytest
 
 
 @pytest.fixture(scope="module")
-def gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    script = tmp_path_factory.mktemp("gpus") / "discover.sh"
-    script.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["3", "GPU-5a1b"]}\'\n')
-    script.chmod(0o755)
-    return script
-
-
-@pytest.fixture(scope="module")
-def fair(gpus: Path) -> Iterator[Any]:
+def fair(gpu_script: Path) -> Iterator[Any]:
     """Two executors of two cores and two GPUs each; a task of the session takes one core and no GPU, jobs share."""
     conf = {
         "spark.scheduler.mode": "FAIR",
         "spark.executor.resource.gpu.amount": "2",
         "spark.worker.resource.gpu.amount": "2",
-        "spark.worker.resource.gpu.discoveryScript": str(gpus),
-        "spark.executor.resource.gpu.discoveryScript": str(gpus),
+        "spark.worker.resource.gpu.discoveryScript": str(gpu_script),
+        "spark.executor.resource.gpu.discoveryScript": str(gpu_script),
         "spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "1s",
     }
     with spark_session("local-cluster[2,2,1024]", **conf) as session:

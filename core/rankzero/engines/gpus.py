@@ -112,8 +112,13 @@ class GpuClaims:
             self._held.popitem()[1].close()
 
 
-# A forked child would keep the GPUs of its parent claimed.
-os.register_at_fork(after_in_child=lambda: [claim.close() for claim in GpuClaims._sockets])
+def _forget() -> None:
+    """Closes the sockets of all claims in a forked child, which would keep the GPUs of its parent claimed."""
+    for claim in GpuClaims._sockets:
+        claim.close()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _is_claimed(gpu: str) -> bool:
