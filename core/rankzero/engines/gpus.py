@@ -77,8 +77,8 @@ _NAME = "\0rankzero-gpu-"
 class GpuClaims:
     """The GPUs that one run of this machine has claimed; they are free again when its driver ends, however it ends.
 
-    A claim is a socket that is bound to a name in Linux's abstract namespace, which all users share, and which the
-    kernel frees. Elsewhere claims have no effect: two runs on one GPU are better than none.
+    A claim is a socket with a name in Linux's abstract namespace, which all users share, and which the kernel frees.
+    Elsewhere claims have no effect: two runs on one GPU are better than none.
     """
 
     _sockets: ClassVar[weakref.WeakSet[socket.socket]] = weakref.WeakSet()

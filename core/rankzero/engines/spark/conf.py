@@ -1,7 +1,4 @@
-"""Checks of a job against the name of a master and Spark's configuration, before and after a JVM exists.
-
-`task_resources` are the resources of a task that differ from the settings of a session, also as a profile of Connect.
-"""
+"""Checks of a job against the name of a master and Spark's configuration, before and after a JVM exists."""
 
 from __future__ import annotations
 
@@ -165,11 +162,6 @@ def _setting(line: str) -> tuple[str, str] | None:
 
 def task_resources(job: Job, master: str, settings: Mapping[str, str]) -> dict[str, str]:
     """Returns the settings of the profile that a task needs if the session's settings give too little; else none.
-
-    Args:
-        job: The job that runs.
-        master: Master of the session.
-        settings: Settings of the session.
 
     Raises:
         InvalidJobError: Spark cannot give a task these resources; the message names the setting to change.

@@ -127,7 +127,7 @@ class SparkEngine(Engine):
             return
         refuse_dynamic_allocation(self.conf.get(DYNAMIC_ALLOCATION))
         master, conf = self._master(job), self._whole_conf(job)
-        task_resources(job, master, conf)
+        conf |= task_resources(job, master, conf)
         slots = most_slots(master, conf)
         if slots is not None:
             require_slots(job, slots, f"master {master!r}")

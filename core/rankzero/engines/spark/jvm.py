@@ -113,7 +113,7 @@ def start_context(master: str, name: str, conf: Mapping[str, str], asked: Mappin
     """
     from pyspark import SparkConf, SparkContext
 
-    java, is_local = find_java(), master.startswith("local")
+    java, is_local, said = find_java(), master.startswith("local"), {**spark_defaults(), **conf}
     for variable in _CONNECT_MODE:
         # A parent process that uses Spark Connect may have set them; with them pyspark starts no JVM.
         os.environ.pop(variable, None)
@@ -125,9 +125,8 @@ def start_context(master: str, name: str, conf: Mapping[str, str], asked: Mappin
     if is_local:
         os.environ.setdefault("SPARK_LOCAL_IP", LOOPBACK)
         # For the JVM that makes the command line of the next one.
-        os.environ.setdefault("SPARK_LAUNCHER_OPTS", short_lived({**spark_defaults(), **conf}))
+        os.environ.setdefault("SPARK_LAUNCHER_OPTS", short_lived(said))
     ours = {**_OWN_DEFAULTS, **(_OWN_LOCAL_DEFAULTS if is_local else {}), **asked}
-    said = {**spark_defaults(), **conf}
     if DRIVER_JAVA_OPTIONS not in said and LOCAL.fullmatch(master):
         # Only if this JVM runs all tasks itself.
         ours[DRIVER_JAVA_OPTIONS] = short_lived(said)
