@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import logging.config
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 
 import pytest
@@ -59,18 +56,6 @@ def test_a_handler_gets_lines_with_level_and_run(
     levels = [logging.INFO, logging.WARNING, logging.ERROR]
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == list(zip(levels, LINES, strict=True))
     assert {vars(record)["run_id"] for record in caplog.records} == {"nightly"}
-
-
-def test_handlers_from_before_the_import_stay() -> None:
-    script = """
-        import logging, sys
-        logging.getLogger("rankzero.ranks").addHandler(logging.StreamHandler(sys.stderr))
-        logging.basicConfig(level="INFO", stream=sys.stderr, format="root: %(message)s")
-        from rankzero.run.printing import print_line
-        print_line("[0] begins")
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("", "[0] begins\nroot: [0] begins\n")
 
 
 @pytest.mark.parametrize("level", [15, 5])

@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import time
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,20 +105,6 @@ def test_every_attempt_of_a_run_has_it(secretive: Launcher, tmp_path: Path) -> N
 def test_an_environment_larger_than_a_pipe(launcher: Launcher) -> None:
     env = {**(launcher.env or {}), "LARGE": "x" * 100_000}
     assert launcher.options(num_processes=1, env=env).submit(lambda: len(os.environ["LARGE"])).result(WAIT) == 100_000
-
-
-def test_a_hidden_file_beside_a_module_is_not_shipped(launcher: Launcher, tmp_path: Path) -> None:
-    package = tmp_path / "acme"
-    package.mkdir()
-    for name, text in {"__init__.py": "RATE = 0.5\n", "table.txt": "42", ".env": f"KEY={SECRET}"}.items():
-        (package / name).write_text(text)
-    script = tmp_path / "train_it.py"
-    script.write_text("import acme\nimport rankzero.train as rt\nrt.set_result(acme.RATE)\n")
-    handle = launcher.options(num_processes=1).submit(script)
-    assert handle.result(WAIT) == 0.5
-    with zipfile.ZipFile(handle.own.path("modules.zip")) as shipped:
-        assert shipped.namelist() == ["acme/__init__.py", "acme/table.txt"]
-    assert files_with_the_secret(launcher.store) == []
 
 
 def tell_it() -> str:

@@ -89,23 +89,6 @@ def test_a_run_uses_the_callers_session_and_leaves_it_alone(
     assert context.getLocalProperty("mine") == "untouched"
 
 
-@pytest.mark.soak
-def test_spark_reuses_its_python_workers(on_session: Launcher, session: Any) -> None:
-    """The task drains its input; a task that does not costs Spark a fresh worker each time."""
-
-    def python_workers() -> set[int]:
-        pids = (
-            session.sparkContext.parallelize(range(4), 4)
-            .barrier()
-            .mapPartitions(lambda rows: [os.getpid() for _ in rows])
-        )
-        return set(pids.collect())
-
-    before = python_workers()
-    on_session.run(who_am_i)
-    assert python_workers() & before
-
-
 def test_a_task_runs_several_processes(on_session: Launcher) -> None:
     ranks = on_session.options(num_processes=4, processes_per_task=2).run(who_am_i)["ranks"]
     assert [rank["RANK"] for rank in ranks] == ["0", "1", "2", "3"]
