@@ -1,15 +1,11 @@
 """What a task is given: as the job asks, whatever the session's own settings say, and counted beforehand."""
 
 import os
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import until
-from tests.runs import lines_of
 from tests.services import spark_session
 
 from rankzero import InsufficientSlotsError, InvalidJobError, Launcher, SparkEngine
@@ -116,35 +112,3 @@ def test_gpus_that_the_session_does_not_give_its_tasks(launcher: Launcher, fair:
     assert sorted(seen) == ["3", "3", "GPU-5a1b", "GPU-5a1b"]
     two_each = on_gpus.options(processes_per_task=2).run(what_ranks_have)
     assert {visible for _, visible in two_each} == {"3,GPU-5a1b"}
-
-
-@pytest.mark.soak
-def test_a_run_waits_for_the_jobs_of_others_and_says_so(
-    launcher: Launcher, fair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.03")
-    go_on = tmp_path / "go-on"
-
-    def hold_a_slot(_: int) -> None:
-        while not os.path.exists(go_on):
-            time.sleep(0.05)
-
-    context = fair.sparkContext
-    other = threading.Thread(target=lambda: context.parallelize(range(3), 3).foreach(hold_a_slot))
-    other.start()
-    until(lambda: len(context.statusTracker().getActiveStageIds()) > 0, 60, "a job of somebody else")
-    handles: list[Any] = []
-    mine = launcher.options(engine=SparkEngine(session=fair), cpus_per_process=2, run_id="waits")
-    run = threading.Thread(target=lambda: handles.append(mine.run(what_ranks_have)))
-    run.start()
-    try:
-        until(
-            lambda: "are its slots in use?" in lines_of(tmp_path / "store" / "waits"),
-            60,
-            "a line about what is missing",
-        )
-    finally:
-        go_on.touch()
-    other.join(60)
-    run.join(120)
-    assert [threads for threads, _ in handles[0]] == ["2", "2"]
