@@ -51,9 +51,9 @@ class Checkpoint:
         Args:
             rank: The rank whose part of a sharded checkpoint is loaded; None for this rank's.
             into: A state dict of the model that trains now, with the same names. Its tensors and DTensors are filled,
-                on whatever device they are, and are the ones in the state that is returned. Each rank reads only the
-                pieces that it needs, however many ranks wrote them. Top-level keys that ``into`` lacks are left out if
-                they hold DTensors.
+                on whatever device they are, and are the ones in the state that is returned. A rank reads its own part
+                only, unless the world has another size or the tensors are sharded otherwise. Top-level keys that
+                ``into`` lacks are left out if they hold tensors.
 
         Raises:
             ResultError: the file is damaged or cannot be reached, the checkpoint is a directory or was written by
@@ -71,11 +71,11 @@ class Checkpoint:
             if part["format"] in (formats.DIRECTORY, formats.DISTRIBUTED):
                 raise ResultError(f"checkpoint {self.id} is a directory: use as_directory() or to_directory(path)")
             if part["format"] == formats.SHARDS:
-                indexes = self._files.indexes(self.id, self._all)
-                with sharded.ShardedState(name, self._all, indexes, self._open) as state:
-                    return state.load(into)
-            found = formats.read(self._files.path(self.id, name, part), part["format"], part["sha256"])
-        return found if into is None else sharded.fill(into, found)
+                others = [int(each) for each in self._all if each != name]
+                is_same_world = self.world_size == self._present_world_size
+                return sharded.load(int(name), others, self._read, into, is_same_world=is_same_world)
+            found = self._read(int(name), part["format"])
+        return found if into is None else sharded.load(0, [], lambda _: found, into)
 
     def to_directory(self, path: str | os.PathLike[str], rank: int | None = None) -> str:
         """Copies a checkpoint that was reported as a directory to ``path``, which is created if it does not exist.
@@ -149,5 +149,6 @@ class Checkpoint:
     def _facts(self, name: str) -> Part:
         return self._manifest["parts"].get(name) or self._all[name]
 
-    def _open(self, name: str) -> Any:
-        return self._files.open(self.id, name, self._facts(name))
+    def _read(self, rank: int, file_format: str = formats.PICKLE) -> Any:
+        part = self._facts(str(rank))
+        return formats.read(self._files.path(self.id, str(rank), part), file_format, part["sha256"])

@@ -271,8 +271,7 @@ def _on_rank_zero(state: Any, live: Any) -> State:
 
 def _memory(tensor: Any) -> int | None:
     """Returns the address of a dense tensor's memory; None for other values."""
-    is_dense = hasattr(tensor, "layout") and tensors.is_dense(tensor)
-    return tensor.untyped_storage().data_ptr() if is_dense else None
+    return tensor.untyped_storage().data_ptr() if tensors.is_dense(tensor) else None
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, list[int]]:

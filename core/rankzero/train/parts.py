@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 from rankzero import bounds, store
@@ -16,16 +15,13 @@ from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.messages import Start
 from rankzero.errors import ResultError
 from rankzero.host import forks
-from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES
+from rankzero.run.checkpoints import FOLDER, MANIFEST
 from rankzero.store import remote
 from rankzero.values import formats
 from rankzero.values.digest import Writable
 
 REFUSAL_PAUSE = bounds.scaled(300.0)  # For which checkpoints go to the driver once the object store has refused one
 PART_UPLOAD_TIMEOUT = bounds.scaled(30.0)  # From the first failed write of a part until the rank gives up
-
-READ_AHEAD = 4 << 20
-"""Bytes that one request to a store reads, even if fewer are needed."""
 
 _COPY_CHUNK = 8 << 20
 
@@ -159,13 +155,8 @@ class Parts:
         """Returns all parts of a checkpoint by rank, as text, of which its manifest here has this task's. Reads one."""
         if not manifest["sharded"] or len(manifest["parts"]) == manifest["world_size"]:
             return manifest["parts"]  # type: ignore[no-any-return]
-        with self.open(manifest["id"], "manifest", {"file": MANIFEST}) as file:
+        with open(self.path(manifest["id"], "manifest", {"file": MANIFEST})) as file:
             return json.load(file)["parts"]  # type: ignore[no-any-return]
-
-    def indexes(self, checkpoint: str, ranks: Iterable[str]) -> dict[str, bytes]:
-        """Returns the indexes of a sharded checkpoint's parts by rank, as text. Raises like `path`."""
-        with self.open(checkpoint, "pieces", {"file": PIECES}) as file:
-            return dict(zip(sorted(ranks, key=int), file.read().split(b"\n"), strict=False))
 
     def path(self, checkpoint: str, rank: str, part: Part) -> str:
         """Returns a local path of a part, which is fetched to this host if necessary.
@@ -183,14 +174,6 @@ class Parts:
         if checkpoint != self._resumed:
             raise ResultError(f"this host cannot reach the part of rank {rank} of checkpoint {checkpoint}")
         return self._fetch(f"checkpoint-{rank}")
-
-    def open(self, checkpoint: str, rank: str, part: Part) -> IO[bytes]:
-        """Opens a part, from which a remote store sends only the ranges that are read. Raises like `path`."""
-        if not self.shared and not self._here(checkpoint, part) and (client := self.client()):
-            # Pieces are small and contiguous.
-            file = client.open_read(self._location(checkpoint, part))
-            return io.BufferedReader(file, READ_AHEAD)  # type: ignore[type-var]
-        return open(self.path(checkpoint, rank, part), "rb")
 
     def _location(self, checkpoint: str, part: Part) -> str:
         return store.join(self.place(checkpoint), FOLDER, checkpoint, part["file"])

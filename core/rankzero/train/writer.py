@@ -143,7 +143,8 @@ class CheckpointWriter:
             facts["format"] = formats.DISTRIBUTED if is_distributed else formats.DIRECTORY
             archive, facts["size"], facts["sha256"] = self._parts.archive(directory)
         elif sharding.has_sharded(value):
-            facts |= {"format": formats.SHARDS, **sharding.write_to(value, memory)}
+            facts["format"] = formats.SHARDS
+            facts["size"], facts["sha256"] = formats.write_to(sharding.split(value), formats.PICKLE, memory)
         else:
             facts["format"] = formats.choose(value)
             facts["size"], facts["sha256"] = formats.write_to(value, facts["format"], memory)

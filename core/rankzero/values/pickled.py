@@ -97,10 +97,10 @@ def pickler() -> Any:
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
-            if hasattr(type(obj), "placements") and hasattr(type(obj), "device_mesh"):
+            if tensors.is_sharded(obj) or hasattr(type(obj), "local_shards"):
                 raise ResultError(
-                    "a value holds a DTensor, of which this rank has only its part: return "
-                    "rankzero.train.full_state_dict(model), called on every rank, or give it to report(checkpoint=...)"
+                    f"a value holds a {type(obj).__name__}, of which this rank has only its part: return "
+                    "rankzero.train.full_state_dict(model), called on every rank, or report a state of DTensors"
                 )
             if type_name(obj) == "torch.nn.parallel.distributed.DistributedDataParallel":
                 # The model inside, since the other one needs a process group.
