@@ -18,7 +18,6 @@ from rankzero.host import forks
 from rankzero.run.checkpoints import FOLDER, MANIFEST
 from rankzero.store import remote
 from rankzero.values import formats
-from rankzero.values.digest import Writable
 
 REFUSAL_PAUSE = bounds.scaled(300.0)  # For which checkpoints go to the driver once the object store has refused one
 PART_UPLOAD_TIMEOUT = bounds.scaled(30.0)  # From the first failed write of a part until the rank gives up
@@ -86,10 +85,11 @@ class Parts:
         """Returns the local folder in which this host writes its parts of a checkpoint."""
         return os.path.join(self.run_directory if self.shared else self._scratch, FOLDER, checkpoint)
 
-    def archive(self, directory: str) -> tuple[IO[bytes], int, str]:
-        """Archives a directory on this host; returns the file, which its end deletes, its size and its sha256."""
-        file = tempfile.NamedTemporaryFile(prefix="archive-", dir=self._scratch or None)
-        return file, *formats.write_directory(directory, file.name)
+    def archive(self, directory: str) -> IO[bytes]:
+        """Archives a directory on this host; returns the open file, which its end deletes."""
+        file: Any = tempfile.NamedTemporaryFile(prefix="archive-", dir=self._scratch or None)
+        formats.write_directory(directory, file)
+        return file  # type: ignore[no-any-return]
 
     def write(self, checkpoint: str, file: str, source: IO[bytes]) -> dict[str, Any]:
         """Copies an open file to a part, which exists completely or not at all.
@@ -188,7 +188,7 @@ class Parts:
         return next(filter(os.path.exists, paths), None)
 
 
-def _copy(source: IO[bytes], file: Writable) -> None:
+def _copy(source: IO[bytes], file: Any) -> None:
     source.seek(0)
     while chunk := source.read(_COPY_CHUNK):
         file.write(chunk)

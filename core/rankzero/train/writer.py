@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import os
 import shutil
 import threading
@@ -19,6 +18,7 @@ from rankzero.train.checkpoint import Checkpoint
 from rankzero.train.parts import NotTakenError, Parts
 from rankzero.values import formats
 from rankzero.values import sharded as sharding
+from rankzero.values.digest import digest_of_file
 
 
 class CheckpointWriter:
@@ -135,21 +135,23 @@ class CheckpointWriter:
             self._changed.notify_all()
 
     def _take(self, value: Any, directory: str | None, facts: dict[str, Any]) -> IO[bytes]:
-        """Returns a copy of a checkpoint as an open file, and adds facts about it."""
-        memory = io.BytesIO()
+        """Returns a copy of a checkpoint as an open file, and adds facts about it.
+
+        It starts no thread: a signal handler may report, too, and would wait for a lock of the code that it interrupts.
+        """
         if directory is not None:
             # The training function may delete the directory when `report` returns.
             is_distributed = facts["sharded"] and formats.is_distributed(directory)
             facts["format"] = formats.DISTRIBUTED if is_distributed else formats.DIRECTORY
-            archive, facts["size"], facts["sha256"] = self._parts.archive(directory)
-        elif sharding.has_sharded(value):
-            facts["format"] = formats.SHARDS
-            facts["size"], facts["sha256"] = formats.write_to(sharding.split(value), formats.PICKLE, memory)
+            source = self._parts.archive(directory)
         else:
-            facts["format"] = formats.choose(value)
-            facts["size"], facts["sha256"] = formats.write_to(value, facts["format"], memory)
+            source = open(os.memfd_create("rankzero-checkpoint"), "w+b")
+            is_sharded = sharding.has_sharded(value)
+            stored, own = (sharding.split(value), formats.PICKLE) if is_sharded else (value, formats.choose(value))
+            facts["format"] = formats.SHARDS if is_sharded else own
+            formats.dump(stored, own, source)
         facts["file"] = f"rank-{self._rank}.{facts['format']}"
-        return memory if directory is None else archive
+        return source
 
     def finish(self) -> None:
         """Waits until all copied checkpoints are written. Raises ResultError if the disk has refused one."""
@@ -196,8 +198,8 @@ class CheckpointWriter:
                 self._writing += 1
                 facts, source = self._waiting.popleft()
             try:
-                # Closing it frees the memory before the next report may copy, unless what was read back is garbage.
-                with contextlib.suppress(BufferError), source:
+                # Closing it frees the memory before the next report may copy.
+                with source:
                     self._write(facts, source)
             finally:
                 with self._changed:
@@ -206,6 +208,8 @@ class CheckpointWriter:
 
     def _write(self, facts: dict[str, Any], source: IO[bytes]) -> None:
         try:
+            facts["sha256"] = digest_of_file(source.fileno())
+            facts["size"] = os.fstat(source.fileno()).st_size
             facts |= self._parts.write(facts["id"], facts["file"], source)
             if not facts["shared"]:
                 self._staged = facts["index"]
