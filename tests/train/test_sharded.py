@@ -246,38 +246,6 @@ def test_an_elastic_training_goes_on_with_what_another_number_of_ranks_wrote(
     assert elastic.run(train, str(slots)) == [sizes, [2.0] * 5]
 
 
-def save_distributed(folder: str) -> None:
-    """What `torch.distributed.checkpoint` writes, on a disk of each rank's own."""
-    import torch.distributed.checkpoint as dcp
-
-    import rankzero.train as rt
-
-    state, _ = make_state(filled=True)
-    own = f"{folder}/{rt.get_context().rank}"
-    dcp.save({"model": state["model"]}, checkpoint_id=own)
-    rt.report({}, checkpoint=own, sharded=True)
-
-
-def test_what_torch_distributed_checkpoint_saved_is_loaded_by_any_number(
-    launcher: Launcher, written: tuple[RunHandle[Any], dict[str, Any]], tmp_path: Path
-) -> None:
-    launcher.options(run_id="dcp").run(save_distributed, str(tmp_path))
-    handle = launcher.options(run_id="dcp").find()
-    assert handle
-    directory = handle.own.directory
-
-    def load() -> Any:
-        import torch.distributed.checkpoint as dcp
-
-        state, _ = make_state(filled=False)
-        with checkpoint_of(directory).as_directory() as copy:
-            dcp.load({"model": state["model"]}, checkpoint_id=copy)
-        return numbers(state["model"])
-
-    for ranks in (2, 3):
-        assert launcher.options(num_processes=ranks).run(load) == dict(written[1]["model"])
-
-
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_parts_that_only_the_training_understands_are_never_half_loaded(launcher: Launcher, ranks: int) -> None:
     def write_parts() -> None:

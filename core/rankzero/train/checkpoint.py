@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 class Checkpoint:
     """A committed checkpoint of this run, whatever the world size of the attempt that wrote it.
 
-    A whole checkpoint (rank 0's) is the same for every rank of any world. A sharded checkpoint can be read by a world
-    of any size if it consists of states with DTensors or of directories of ``torch.distributed.checkpoint``: each rank
-    reads the pieces that it needs. Other sharded checkpoints are read by a world of the same size, or part by part.
+    A whole checkpoint (rank 0's) is the same for every rank of any world. A sharded checkpoint of states with DTensors
+    can be read by a world of any size. Others are read by a world of the same size, or part by part.
 
     Attributes:
         id: Name of the checkpoint.
@@ -68,7 +67,7 @@ class Checkpoint:
         """
         with self._still_there():
             name, part = self._part(rank)
-            if part["format"] in (formats.DIRECTORY, formats.DISTRIBUTED):
+            if part["format"] == formats.DIRECTORY:
                 raise ResultError(f"checkpoint {self.id} is a directory: use as_directory() or to_directory(path)")
             if part["format"] == formats.SHARDS:
                 others = [int(each) for each in self._all if each != name]
@@ -78,13 +77,10 @@ class Checkpoint:
         return found if into is None else sharded.load(0, [], lambda _: found, into)
 
     def to_directory(self, path: str | os.PathLike[str], rank: int | None = None) -> str:
-        """Copies a checkpoint that was reported as a directory to ``path``, which is created if it does not exist.
-
-        A checkpoint that ``torch.distributed.checkpoint`` saved gets the files of all ranks, so that its ``load`` finds
-        them.
+        """Copies a checkpoint that was reported as a directory, and returns the path of the copy.
 
         Args:
-            path: Local directory.
+            path: Local directory, which is created if it does not exist.
             rank: The rank whose part of a sharded checkpoint is copied; None for this rank's.
 
         Raises:
@@ -94,12 +90,10 @@ class Checkpoint:
         target = os.fspath(path)
         with self._still_there():
             name, part = self._part(rank)
-            if part["format"] not in (formats.DIRECTORY, formats.DISTRIBUTED):
+            if part["format"] != formats.DIRECTORY:
                 raise ResultError(f"checkpoint {self.id} is a state, not a directory: use load()")
             os.makedirs(target, exist_ok=True)
-            for each in self._all if rank is None and part["format"] == formats.DISTRIBUTED else [name]:
-                part = self._facts(each)
-                formats.read_directory(self._files.path(self.id, each, part), part["sha256"], target)
+            formats.read_directory(self._files.path(self.id, name, part), part["sha256"], target)
         return target
 
     @contextlib.contextmanager
@@ -135,7 +129,7 @@ class Checkpoint:
 
     def _part(self, rank: int | None = None) -> tuple[str, Part]:
         """Returns the rank, as text, and the facts of the part that ``load(rank)`` reads."""
-        is_resharded = not {formats.SHARDS, formats.DISTRIBUTED}.isdisjoint(self._manifest["formats"])
+        is_resharded = formats.SHARDS in self._manifest["formats"]
         if rank is None and self.sharded and not is_resharded and self.world_size != self._present_world_size:
             raise ResultError(
                 f"checkpoint {self.id} has a part of each of {self.world_size} ranks, and this world has "

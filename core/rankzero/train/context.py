@@ -258,10 +258,9 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
 
 
 def await_checkpoint() -> None:
-    """Waits until the last checkpoint that this rank has reported is committed, or has failed with a log message.
+    """Waits until the last checkpoint that this rank has reported is committed or has failed, at most ten minutes.
 
-    With whole checkpoints, every rank that has reported as often as rank 0 waits for the same one. After ten minutes
-    the call returns anyway, with a log message.
+    With whole checkpoints, every rank that has reported as often as rank 0 waits for the same one.
     """
     session = own("await_checkpoint")
     if session.writer is not None:

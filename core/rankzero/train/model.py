@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rankzero.train.context import get_context
 from rankzero.train.process_group import broadcast_object, ensure_process_group
-from rankzero.values import tensors
 
 if TYPE_CHECKING:
     import torch
@@ -139,8 +138,7 @@ def full_state_dict(model: nn.Module) -> State:
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    live = [*model.parameters(), *model.buffers()]
-    return _on_rank_zero(get_model_state_dict(model, options=_options()), live)
+    return _on_rank_zero(get_model_state_dict(model, options=_options()))
 
 
 def load_full_state_dict(model: nn.Module, state: State) -> None:
@@ -177,8 +175,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     has_state = bool(optimizer.state)
-    gathered = get_optimizer_state_dict(model, optimizer, options=_options())
-    state = _on_rank_zero(gathered, [list(optimizer.state.values()), optimizer.param_groups])
+    state = _on_rank_zero(get_optimizer_state_dict(model, optimizer, options=_options()))
     if not has_state:
         # torch has made one by a step at a learning rate of 0, which would count as the first step.
         optimizer.state.clear()
@@ -257,21 +254,9 @@ def _options(*, loading: bool = False) -> Any:
     )
 
 
-def _on_rank_zero(state: Any, live: Any) -> State:
-    """Returns a state on rank 0 with copies of the tensors that are live, and an empty one on every other rank."""
-    from torch.utils._pytree import tree_leaves
-
-    if get_context().rank != 0:
-        return {}
-    memories = {None, *(_memory(each.to_local() if _is_part(each) else each) for each in tree_leaves(live))}
-    # What torch has gathered is a copy already; the extra state of a module may be anything.
-    found = tree_leaves([value for name, value in state.items() if not name.endswith("_extra_state")])
-    return copy.deepcopy(state, {id(each): each for each in found if _memory(each) not in memories})
-
-
-def _memory(tensor: Any) -> int | None:
-    """Returns the address of a dense tensor's memory; None for other values."""
-    return tensor.untyped_storage().data_ptr() if tensors.is_dense(tensor) else None
+def _on_rank_zero(state: Any) -> State:
+    """Returns a copy of a state on rank 0, since torch returns the live tensors of the CPU; elsewhere an empty one."""
+    return copy.deepcopy(state) if get_context().rank == 0 else {}
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, list[int]]:

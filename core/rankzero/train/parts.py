@@ -19,7 +19,6 @@ from rankzero.run.checkpoints import FOLDER, MANIFEST
 from rankzero.store import remote
 from rankzero.values import formats
 
-REFUSAL_PAUSE = bounds.scaled(300.0)  # For which checkpoints go to the driver once the object store has refused one
 PART_UPLOAD_TIMEOUT = bounds.scaled(30.0)  # From the first failed write of a part until the rank gives up
 
 _COPY_CHUNK = 8 << 20
@@ -28,7 +27,7 @@ Part = Mapping[str, Any]
 
 
 class NotTakenError(Exception):
-    """The store did not accept a part; it may accept the next one."""
+    """The store refused a part for `PART_UPLOAD_TIMEOUT` seconds; it may accept the next one."""
 
 
 class Parts:
@@ -50,15 +49,15 @@ class Parts:
         self._fetch = fetch
         self._lock = threading.Lock()
         self._client: remote.Client | None = None
-        self._connect_at: float | None = 0.0
+        self._is_connected = False
         self.is_being_read = False
         """True while training waits for a part, which may be slow and is no hang."""
 
     def client(self) -> remote.Client | None:
         """Returns this rank's client of the object store; None if it has none."""
         with forks.held(), self._lock:
-            if self._connect_at is not None and time.monotonic() >= self._connect_at:
-                self._connect_at = None
+            if not self._is_connected:
+                self._is_connected = True
                 if not self.shared and store.is_url(self.run_directory):
                     self._client = remote.reach(self.run_directory, self._token)
             return self._client
@@ -94,12 +93,8 @@ class Parts:
     def write(self, checkpoint: str, file: str, source: IO[bytes]) -> dict[str, Any]:
         """Copies an open file to a part, which exists completely or not at all.
 
-        Returns:
-            ``path``, and ``shared``: True if the part is in the run directory and need not be sent to the driver.
-
-        Raises:
-            NotTakenError: the store has refused the part for `PART_UPLOAD_TIMEOUT` seconds.
-            OSError: the disk cannot hold the part.
+        Returns its ``path``, and ``shared``: True if that is in the run directory, so that the driver need not get it.
+        Raises NotTakenError, or OSError if the disk cannot hold the part.
         """
         if client := self.client():
             url = store.join(self.run_directory, FOLDER, checkpoint, file)
@@ -142,8 +137,7 @@ class Parts:
             except Exception as error:
                 if remote.is_refusal(error):
                     print(f"rankzero: the store refuses files of this rank, which sends them to the driver: {error}")
-                    # Credentials that have expired may be renewed.
-                    self._client, self._connect_at = None, time.monotonic() + REFUSAL_PAUSE()
+                    self._client = None
                     return False
                 # Counted from the first failure, since a large part alone may take longer.
                 deadline = deadline or time.monotonic() + timeout

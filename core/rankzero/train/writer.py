@@ -84,14 +84,9 @@ class CheckpointWriter:
     def write(
         self, value: object, metrics: dict[str, Any], when: float, *, sharded: bool, has_result: bool = False
     ) -> None:
-        """Copies a checkpoint, which is written and committed while training continues. Raises like `report`.
+        """Copies a checkpoint of a report, which is written while training continues. Raises like `report`.
 
-        Args:
-            value: The checkpoint.
-            metrics: Metrics of its report.
-            when: Unix time of its report.
-            sharded: Whether every rank gives a part.
-            has_result: Whether this rank has set the value of the run in this attempt.
+        ``has_result`` is True if this rank has set the value of the run in this attempt.
         """
         directory = _directory(value)
         sharded = sharded or (directory is None and sharding.has_sharded(value))
@@ -141,8 +136,7 @@ class CheckpointWriter:
         """
         if directory is not None:
             # The training function may delete the directory when `report` returns.
-            is_distributed = facts["sharded"] and formats.is_distributed(directory)
-            facts["format"] = formats.DISTRIBUTED if is_distributed else formats.DIRECTORY
+            facts["format"] = formats.DIRECTORY
             source = self._parts.archive(directory)
         else:
             source = open(os.memfd_create("rankzero-checkpoint"), "w+b")
@@ -159,11 +153,7 @@ class CheckpointWriter:
             self._await_written()
 
     def await_settled(self) -> None:
-        """Waits until the last checkpoint that this rank has reported is committed or has failed.
-
-        With whole checkpoints, other ranks than 0 wait for the one that rank 0 reports in its call of the same number.
-        The wait lasts as long as the driver tries to store the checkpoint, at most `CHECKPOINT_COMMIT_TIMEOUT` seconds.
-        """
+        """Waits for the last checkpoint like `await_checkpoint`, at most `CHECKPOINT_COMMIT_TIMEOUT` seconds."""
         with self._blocking():
             if not self._await(self._next - 1):
                 name, bound = self._name(self._next - 1), bounds.CHECKPOINT_COMMIT_TIMEOUT()

@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 JSON, TORCH, PICKLE = "json", "torch", "pickle"
 DIRECTORY = "tar"
 """Format of a directory tree, for checkpoints."""
-DISTRIBUTED = "dcp.tar"
-"""Format of one rank's directory from ``torch.distributed.checkpoint``, which is loaded with those of all ranks."""
 SHARDS = "shards"
-"""Format of one rank's pieces of a sharded state, for checkpoints: see `rankzero.values.sharded`."""
+"""Format of one rank's part of a sharded state, for checkpoints: see `rankzero.values.sharded`."""
 
 
 def choose(value: object) -> str:
@@ -62,8 +60,7 @@ def dump(value: object, file_format: str, file: IO[bytes] | digests.HashedFile) 
     """
     if file_format == JSON:
         file.write(json.dumps(value).encode())
-        return
-    if file_format == TORCH:
+    elif file_format == TORCH:
         import torch
 
         try:
@@ -90,6 +87,7 @@ def write_directory(directory: str, file: IO[bytes]) -> None:
     # Links are followed: their targets may not exist where the checkpoint is opened.
     with tarfile.open(fileobj=file, mode="w|", dereference=True, bufsize=1 << 20) as archive:
         archive.add(directory, arcname=".", filter=chosen)
+    file.flush()
 
 
 def unpack(archive: tarfile.TarFile, target: str | os.PathLike[str]) -> None:
@@ -143,11 +141,6 @@ def _read(file: int, file_format: str) -> Any:
     if file_format == PICKLE:
         return pickled.open_packed(file, pickled.Loader)
     raise ValueError(f"the format {file_format!r} is not known here")
-
-
-def is_distributed(directory: str) -> bool:
-    """Returns True for a directory that ``torch.distributed.checkpoint`` wrote."""
-    return any(name == ".metadata" or name.endswith(".distcp") for name in os.listdir(directory))
 
 
 def summarize(value: object) -> dict[str, Any]:

@@ -29,7 +29,7 @@ LARGE = 64 << 10
 
 Part = bytes | memoryview
 
-_INSTEAD = "Return its state (a state_dict, numbers) instead; metrics and logs of a run are kept"
+_ADVICE = "Return its state (a state_dict, numbers) instead, or load it where the code that wrote it can be imported"
 
 
 def beside(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
@@ -135,7 +135,8 @@ def pickled(value: object) -> list[Part]:
     except (OSError, ResultError):
         raise
     except Exception as error:
-        raise ResultError(f"a value of type {type_name(value)} cannot be pickled: {_why(error)}. {_INSTEAD}") from error
+        what = f"a value of type {type_name(value)} cannot be pickled: {type(error).__name__}: {error}"
+        raise ResultError(f"{what}. {_ADVICE}") from error
 
 
 @contextlib.contextmanager
@@ -149,24 +150,10 @@ def loading(what: str) -> Iterator[None]:
     except (OSError, MemoryError, ResultError):
         raise
     except Exception as error:
-        do = _INSTEAD
-        if isinstance(error, ImportError):
-            do = (
-                "Load it where the module can be imported (sys.path, an installed package), or return plain values or "
-                "a state_dict, which need no module"
-            )
-        elif isinstance(error, AttributeError) and "Can't get attribute" in str(error):
-            do = "The class or function was renamed, moved or removed since: load it with the code that wrote it"
-        raise ResultError(f"{what}: {_why(error)}. {do}") from error
+        raise ResultError(f"{what}: {type(error).__name__}: {error}. {_ADVICE}") from error
 
 
 def type_name(value: object) -> str:
     """Returns the name of a value's type, with its module."""
     # A user's class may have set these to any object.
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, RecursionError) or "recursion" in str(error):
-        return "it is nested too deeply, or a chain of objects is too long; put its parts into a flat list"
-    return f"{type(error).__name__}: {error}"
