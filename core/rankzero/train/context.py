@@ -306,7 +306,7 @@ def _copied(value: object) -> object:
 
     try:
         data = bytearray().join(pickled.pickled(value))
-        return pickled.unpack(memoryview(data), pickled.Loader)
+        return pickled.unpack(memoryview(data), pickled.loader)
     except Exception:
         return value
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rankzero.train.context import get_context
 from rankzero.train.process_group import broadcast_object, ensure_process_group
+from rankzero.values.tensors import is_sharded
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +58,7 @@ def prepare_model(
         raise TypeError(f"model is of type {type(model).__name__}; give a torch.nn.Module")
     if unwrap_model(model) is not model and not _is_compiled(model):
         raise TypeError(f"the model is wrapped already, in {type(model).__name__}; give the plain module")
-    if strategy and "mesh" not in kwargs and any(_is_part(parameter) for parameter in model.parameters()):
+    if strategy and "mesh" not in kwargs and any(is_sharded(parameter) for parameter in model.parameters()):
         raise ValueError("the model is tensor-parallel: give strategy='fsdp' and mesh=, the mesh of its replicas")
     device = get_context().device
     if device.type != "cpu":
@@ -101,17 +102,12 @@ def _broadcast(tensor: Any, mesh: Any) -> None:
     """Broadcasts rank 0's tensor; a tensor-parallel part is broadcast by the mesh's first rank that has this part."""
     import torch.distributed as dist
 
-    if not _is_part(tensor):
+    if not is_sharded(tensor):
         dist.broadcast(tensor, src=0)
         return
     for dimension in range(mesh.ndim):
         group = mesh.get_group(dimension)
         dist.broadcast(tensor.to_local(), src=dist.get_global_rank(group, 0), group=group)
-
-
-def _is_part(tensor: Any) -> bool:
-    """Returns True for a DTensor, without importing its module."""
-    return hasattr(tensor, "to_local")
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:

@@ -216,8 +216,8 @@ class CheckpointWriter:
         if isinstance(error, NotTakenError):
             print(f"rankzero: {name} is left out: {error}; the previous one is complete")
         else:
-            own = isinstance(error, ResultError)
-            self._failure = error if own else ResultError(f"{name} cannot be written: {error}")  # type: ignore[assignment]
+            is_known = isinstance(error, ResultError)
+            self._failure = error if is_known else ResultError(f"{name} cannot be written: {error}")  # type: ignore[assignment]
 
     def on_message(self, message: messages.Message) -> None:
         """Handles a message of the driver about a checkpoint."""

@@ -61,13 +61,8 @@ class HashedFile:
         self._has_more.put(True)
         return memoryview(data).nbytes
 
-    def flush(self) -> None:
-        """Writes what is still in the file's buffer."""
-        self._file.flush()
-
-    def fileno(self) -> int:
-        """Returns the file's descriptor."""
-        return self._file.fileno()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
     def digest(self, meanwhile: Callable[[], object]) -> str:
         """Returns the digest of the whole file; another function is called meanwhile, and its error raised."""
@@ -81,7 +76,7 @@ class HashedFile:
         while has_more:
             has_more = self._has_more.get()
             # Read, not mapped: with a mapping, a file that shrinks meanwhile would kill the process.
-            while piece := os.pread(self._file.fileno(), _READ, at):
+            while at < os.fstat(self._file.fileno()).st_size and (piece := os.pread(self._file.fileno(), _READ, at)):
                 found.update(piece)
                 at += len(piece)
         return f"sha256:{found.hexdigest()}"

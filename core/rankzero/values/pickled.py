@@ -56,7 +56,7 @@ def pack(pickled: Part, buffers: Sequence[memoryview]) -> list[Part]:
     return parts
 
 
-def open_packed(path: str | int, unpickler: type[pickle.Unpickler] = pickle.Unpickler) -> Any:
+def open_packed(path: str | int, unpickler: Callable[..., pickle.Unpickler] = pickle.Unpickler) -> Any:
     """Loads a file that `pack` made, by its path or descriptor: large buffers are mapped, copy-on-write.
 
     The mapping remains valid if the file is deleted.
@@ -65,7 +65,7 @@ def open_packed(path: str | int, unpickler: type[pickle.Unpickler] = pickle.Unpi
         return unpack(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)), unpickler)
 
 
-def unpack(data: memoryview, unpickler: type[pickle.Unpickler]) -> Any:
+def unpack(data: memoryview, unpickler: Callable[..., pickle.Unpickler]) -> Any:
     """Loads the content of a file that `pack` made; large buffers are parts of the given memory."""
     (count,) = struct.unpack_from("<Q", data)
     at, parts = 8 * (count + 1), []
@@ -109,17 +109,15 @@ _ORDERED = {str, bytes, int, float}
 """Types of items by which a set is sorted, since its own order differs between processes."""
 
 
-class Loader(pickle.Unpickler):
-    """An unpickler of `pickled`."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        """Takes the arguments of `pickle.Unpickler`."""
-        super().__init__(*args, **options)
-        self._sets: dict[int, Any] = {}
-
-    def persistent_load(self, pid: Any) -> Any:
-        """Returns the string, tuple or set for which the pickle holds the given object."""
-        return self._sets.setdefault(id(pid), (pid, pid[0](pid[1:])))[1] if type(pid) is list else pid
+def loader(*args: Any, **options: Any) -> pickle.Unpickler:
+    """Returns an unpickler of `pickled`; the arguments are those of `pickle.Unpickler`."""
+    unpickler: Any = pickle.Unpickler(*args, **options)
+    sets: dict[int, Any] = {}
+    # A pickle has a list for a set, and itself for a string, tuple or bytes.
+    unpickler.persistent_load = lambda pid: (
+        sets.setdefault(id(pid), (pid, pid[0](pid[1:])))[1] if type(pid) is list else pid
+    )
+    return unpickler  # type: ignore[no-any-return]
 
 
 def pickled(value: object) -> list[Part]:
@@ -129,22 +127,14 @@ def pickled(value: object) -> list[Part]:
         ResultError: the value cannot be pickled, or holds a part of a sharded tensor; the message has its type.
     """
     stream, buffers = io.BytesIO(), list[memoryview]()
-    try:
+    with loading(f"a value of type {type_name(value)} cannot be pickled"):
         _pickler()(stream, pickle.HIGHEST_PROTOCOL, beside(buffers)).dump(value)
-        return pack(stream.getbuffer(), buffers)
-    except (OSError, ResultError):
-        raise
-    except Exception as error:
-        what = f"a value of type {type_name(value)} cannot be pickled: {type(error).__name__}: {error}"
-        raise ResultError(f"{what}. {_ADVICE}") from error
+    return pack(stream.getbuffer(), buffers)
 
 
 @contextlib.contextmanager
 def loading(what: str) -> Iterator[None]:
-    """Turns the errors of a block that loads a value into `ResultError`, except those of the disk and of memory.
-
-    Its message begins with ``what``, and has the reason and advice.
-    """
+    """Turns errors of the block, except those of the disk and of memory, into `ResultError`; ``what`` failed."""
     try:
         yield
     except (OSError, MemoryError, ResultError):

@@ -140,8 +140,6 @@ class ResultRef:
     @staticmethod
     def deserialize(data: dict[str, Any], version: int) -> ResultRef:
         """Rebuilds a handle from the values that `serialize` returned."""
-        if version > ResultRef.__version__:
-            raise TypeError(f"this rankzero reads ResultRef version {ResultRef.__version__}, not {version}")
         return ResultRef.from_json(data)
 
 
