@@ -7,6 +7,7 @@ which has all pieces that it needs if neither world nor mesh have changed, and e
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -90,9 +91,9 @@ def load(
     """
     import torch
 
-    own = read(rank)
-    if target is not None:
-        own = type(own)((key, value) for key, value in own.items() if key in target or not _tensors(value))
+    own = copy.copy(read(rank))
+    for key in [key for key, value in own.items() if target is not None and key not in target and _tensors(value)]:
+        del own[key]
     saved = _tensors(own)
     if target is None:
         given = {path: torch.empty(one.shape, dtype=one.data.dtype) for path, one in saved.items() if _is_shard(one)}
