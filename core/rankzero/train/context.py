@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from rankzero.train.parts import Parts
     from rankzero.train.writer import CheckpointWriter
 
-REPORT_LIMIT = 1 << 20
-"""Most bytes that the metrics of one report take as JSON."""
+REPORT_LIMIT = 1 << 20  # Most bytes that the metrics of one report take as JSON
 
 RANK_PROCESS = "RANKZERO_RANK_PROCESS"
 """Environment variable: process id of the rank, set in the rank and in the processes that it starts."""

@@ -56,10 +56,9 @@ class Parts:
     def client(self) -> remote.Client | None:
         """Returns this rank's client of the object store; None if it has none."""
         with forks.held(), self._lock:
-            if not self._is_connected:
-                self._is_connected = True
-                if not self.shared and store.is_url(self.run_directory):
-                    self._client = remote.reach(self.run_directory, self._token)
+            if not (self._is_connected or self.shared) and store.is_url(self.run_directory):
+                self._client = remote.reach(self.run_directory, self._token)
+            self._is_connected = True
             return self._client
 
     def check_directory(self) -> None:
