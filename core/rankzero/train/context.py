@@ -305,7 +305,7 @@ def _copied(value: object) -> object:
 
     try:
         data = bytearray().join(pickled.pickled(value))
-        return pickled.unpack(memoryview(data), pickled.loader)
+        return pickled.unpack(memoryview(data), pickled.Loader)
     except Exception:
         return value
 

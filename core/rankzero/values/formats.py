@@ -139,7 +139,7 @@ def _read(file: int, file_format: str) -> Any:
         # torch maps a file by its name; a mapping is private, so that the file is never changed.
         return torch.load(f"/dev/fd/{file}", map_location="cpu", weights_only=True, mmap=True)
     if file_format == PICKLE:
-        return pickled.open_packed(file, pickled.loader)
+        return pickled.open_packed(file, pickled.Loader)
     raise ValueError(f"the format {file_format!r} is not known here")
 
 

@@ -109,15 +109,13 @@ _ORDERED = {str, bytes, int, float}
 """Types of items by which a set is sorted, since its own order differs between processes."""
 
 
-def loader(*args: Any, **options: Any) -> pickle.Unpickler:
-    """Returns an unpickler of `pickled`; the arguments are those of `pickle.Unpickler`."""
-    unpickler: Any = pickle.Unpickler(*args, **options)
-    sets: dict[int, Any] = {}
-    # A pickle has a list for a set, and itself for a string, tuple or bytes.
-    unpickler.persistent_load = lambda pid: (
-        sets.setdefault(id(pid), (pid, pid[0](pid[1:])))[1] if type(pid) is list else pid
-    )
-    return unpickler  # type: ignore[no-any-return]
+class Loader(pickle.Unpickler):
+    """An unpickler of `pickled`."""
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Returns the string, tuple or set for which the pickle holds the given object."""
+        sets = vars(self).setdefault("sets", {})
+        return sets.setdefault(id(pid), (pid, pid[0](pid[1:])))[1] if type(pid) is list else pid
 
 
 def pickled(value: object) -> list[Part]:
