@@ -513,22 +513,6 @@ def test_nulls_without_a_place_are_refused_before_a_start(tmp_path: Path, column
         manifest_of_path(place, "train")
 
 
-def test_vectors_of_several_lengths_in_several_groups_are_an_error_with_their_column(tmp_path: Path) -> None:
-    kind = pa.struct(
-        [
-            ("type", pa.int8()),
-            ("size", pa.int32()),
-            ("indices", pa.list_(pa.int32())),
-            ("values", pa.list_(pa.float64())),
-        ]
-    )
-    vectors = [{"type": 1, "size": None, "indices": None, "values": [0.5] * size} for size in (2, 3)]
-    pq.write_table(pa.table({"v": pa.array(vectors, kind)}), tmp_path / "t.parquet", row_group_size=1)
-    shard = shard_of(manifest_of_path(str(tmp_path / "t.parquet"), "train"))
-    with pytest.raises(InvalidJobError, match="column 'v' has vectors of 2 to 3 numbers"):
-        list(shard.iter_batches(2))
-
-
 def test_names_of_directories_above_a_table_are_no_columns(tmp_path: Path) -> None:
     folder = tmp_path / "env=prod" / "x=5" / "table"
     (folder / "day=3").mkdir(parents=True)
