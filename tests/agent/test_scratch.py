@@ -169,19 +169,19 @@ def test_a_root_that_is_read_only(tmp_path: Path, marker: str) -> None:
     assert os.listdir(tmp_path / "local") == []
 
 
-def returns_a_temporary_file(place: str) -> dict[str, str]:
+def returns_a_temporary_file(place: str) -> tuple[str, ...]:
     import tempfile
 
     made = Path(tempfile.mkdtemp(), "model.pt")
     made.write_text("weights")
-    return {"model": str(made), "kept": place, "none": "/nowhere/rankzero-agent-1/model.pt"}
+    return str(made), place, "/nowhere/rankzero-agent-1/model.pt"
 
 
 def test_a_returned_path_that_goes_with_the_run_is_named(launcher: Launcher, tmp_path: Path) -> None:
     launcher = launcher.options(num_processes=1, run_id="one")
     value = launcher.run(returns_a_temporary_file, str(tmp_path))
-    assert not os.path.exists(value["model"])
+    assert not os.path.exists(value[0])
     handle = launcher.find()
     assert handle
     named = [line for line in handle.logs(rank=0) if "is deleted with the run" in line]
-    assert [value["model"] in line for line in named] == [True]
+    assert [value[0] in line for line in named] == [True]

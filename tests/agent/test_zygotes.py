@@ -299,8 +299,8 @@ def is_fork() -> bool:
 
 
 OPENS_A_GPU = """
-from rankzero.host import forked
-forked._GPU_DEVICES = ("/dev/zero",)
+from rankzero.host import forks
+forks._GPU_DEVICES = ("/dev/zero",)
 kept = open("/dev/zero")
 """
 

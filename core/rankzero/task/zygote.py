@@ -34,7 +34,7 @@ from typing import IO, Any
 
 from rankzero import bounds
 from rankzero.agent import supervise
-from rankzero.host import forked, processes
+from rankzero.host import forks, processes
 from rankzero.task.scratch import lock_directory
 
 IDLE_TIMEOUT = bounds.scaled(300.0)  # Without an agent after which a zygote exits
@@ -78,7 +78,7 @@ class Zygote:
         is_usable = True
         while is_usable:
             ready = _await([self._channel.fileno(), self._owner], self._chores, IDLE_TIMEOUT())
-            line = b"" if not ready or self._owner in ready or forked.touches_gpu() else _read(self._lines.readline)
+            line = b"" if not ready or self._owner in ready or forks.touches_gpu() else _read(self._lines.readline)
             # Else a request to kill an agent that has ended.
             if line.startswith(b"{") or not line:
                 is_usable = line.endswith(b"\n") and self._run_agent(json.loads(line))
@@ -89,7 +89,7 @@ class Zygote:
         self._notes = []
         read, write = os.pipe()
         log = os.open(config["log"], os.O_WRONLY | os.O_APPEND)
-        agent = forked.fork(
+        agent = forks.fork(
             supervise.main,
             env=config.pop("environ"),
             stdio=(read, log, log),
@@ -163,7 +163,7 @@ def load(names: Sequence[str]) -> list[str]:
         except BaseException as error:
             # Modules may exit, or raise as a test that is skipped does.
             notes.append(f"rankzero: {name} could not be loaded ahead ({error!r}): ranks import it themselves")
-    forked.prepare()
+    forks.prepare()
     gc.enable()
     return notes
 
@@ -216,7 +216,7 @@ def fork_zygote(channel: socket.socket) -> None:
     number, owner = os.dup(channel.fileno()), peer_of(channel)
     with open(os.devnull) as nothing:
         stdio = (nothing.fileno(), 1, 2)
-        forked.fork(run, env=os.environ, stdio=stdio, keep=[number], on_parent_death=signal.SIGCONT)
+        forks.fork(run, env=os.environ, stdio=stdio, keep=[number], on_parent_death=signal.SIGCONT)
     os.close(number)
 
 
@@ -248,7 +248,7 @@ def main() -> None:
     if kind == "warm":
         importlib.import_module("torch")
         notes = load([*PRELOADED, *os.environ.get(PRELOAD, "").split(",")])
-        if forked.touches_gpu():
+        if forks.touches_gpu():
             raise SystemExit("a module that was loaded ahead has opened a GPU")
     # Wakes a stopped zygote.
     processes.signal_on_parent_death(signal.SIGCONT)
@@ -262,5 +262,5 @@ def main() -> None:
         traceback.print_exc()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-        # Skips exit handlers: `forked.prepare` has switched off what the libraries would undo.
+        # Skips exit handlers: `forks.prepare` has switched off what the libraries would undo.
         os._exit(0)

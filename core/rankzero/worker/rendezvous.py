@@ -22,9 +22,6 @@ from rankzero.host import network
 DESTROYED_KEPT = 16
 """Destroyed process groups that are kept alive: once so many later ones are destroyed, a group's threads are idle."""
 
-PATCH_TORCH = "RANKZERO_PATCH_TORCH"
-"""Environment variable that leaves torch's process groups as torch has made them, if it is ``0``."""
-
 _store: object = None
 
 
@@ -101,11 +98,9 @@ def guard_groups() -> Callable[[], bool]:
     Returns a function that returns True if a group was made, or if that is not known.
 
     torch keeps its rendezvous handlers by URL scheme; it has a function to add one, but none to replace one. Attributes
-    that are missing in another torch than 2.13 are skipped, and `PATCH_TORCH` switches this off where another torch has
-    them with another meaning. Groups of ``tcp://`` and ``file://`` are unchanged, since their stores are the user's.
+    that are missing in another torch than 2.13 are skipped. Groups of ``tcp://`` and ``file://`` are unchanged, since
+    their stores are the user's.
     """
-    if os.environ.get(PATCH_TORCH) == "0":
-        return lambda: True
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     handlers: dict[str, Any] = getattr(rendezvous, "_rendezvous_handlers", {})
     plain = handlers.get("env")
