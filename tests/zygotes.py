@@ -103,8 +103,8 @@ def template() -> None:
     channel = socket.socket(fileno=os.dup(0))
     processes.become_subreaper()
     zygote.load([*zygote.PRELOADED, *os.environ.get(zygote.PRELOAD, "").split(",")])
-    for _ in (*zygote.import_rest(), *zygote.gather_memory()):
-        pass
+    zygote.load_rest()
+    zygote.gather_memory()
     del os.environ["ROOM"]
     set_environment = forks._set_environment
     for name, value in os.environ.items():

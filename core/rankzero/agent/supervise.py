@@ -283,16 +283,16 @@ def _locked(directory: str) -> int:
 
 
 def main() -> None:
-    """Entry point of the agent process; its configuration is one line of JSON on standard input."""
+    """Entry point of an agent without a zygote; its configuration is one line of JSON on standard input."""
+    if not (line := sys.stdin.readline()):
+        sys.exit("the process that started this agent died before it sent the configuration")
+    run(json.loads(line))
+
+
+def run(config: dict[str, Any]) -> None:
+    """Runs an agent in this process, whose standard input ends when the process that holds it lets go of it."""
     settle_signals()
-    line = b""
-    while not line.endswith(b"\n"):
-        piece = os.read(sys.stdin.fileno(), READ_SIZE)
-        if not piece:
-            sys.exit("the process that started this agent died before it sent the configuration")
-        line += piece
     allow_open_files()
-    config = json.loads(line)
     os.environ.update(bounds.environment(config["env"]))
     agent = Agent(config)
     try:
