@@ -25,8 +25,7 @@ from typing import IO, Any
 
 from rankzero.task.scratch import make_scratch, scratch_root
 
-PRELOAD_TIMEOUT = 20.0  # Seconds for a new zygote to import torch, until the agent is started without it
-START_TIMEOUT = 120.0  # The same for an agent without torch, whose interpreter may lie on a slow disk
+START_TIMEOUT = 120.0  # Seconds for an agent without torch to start, whose interpreter may lie on a slow disk
 END_TIMEOUT = 3.0  # Seconds for a zygote to end with its agent
 
 PER_RUN = re.compile("RANKZERO_(RUN_ID|SCRATCH)|_?AIRFLOW_CTX_.*|DAGSTER_(RUN|PIPES)_.*|PYTEST_CURRENT_TEST")
@@ -153,7 +152,7 @@ def start(config: dict[str, Any], log: IO[bytes]) -> Zygote:
     settings = {name: value for name, value in config.items() if name != "code_zip"}
     settings |= {"log": log.name, "environ": {**os.environ, "RANKZERO_SCRATCH": config["scratch"]}, "notes": []}
     kind = _COLD if _has_pidfds() else _ALONE
-    if config["warm_start"] and kind == _COLD and (zygote := _start_warm(config, settings, log)):
+    if config["preload_timeout"] and kind == _COLD and (zygote := _start_warm(config, settings, log)):
         return zygote
     zygote = _start_zygote(config, kind, log)
     if not zygote.launch(settings, START_TIMEOUT):
@@ -166,13 +165,13 @@ def _start_warm(config: dict[str, Any], settings: dict[str, Any], log: IO[bytes]
     """Returns a zygote that has torch loaded and runs the agent; None leaves the reason in the agent's notes."""
     key, (_, cold) = _key_of(config), _kept()
     for zygote in _candidates(config, key, log):
-        if zygote.launch(settings, PRELOAD_TIMEOUT):
+        if zygote.launch(settings, config["preload_timeout"]):
             zygote.key, zygote.most = key, config.get("zygotes", 1)
             return zygote
         zygote.close(0.0)
     if key not in cold:
         cold.append(key)
-        why = printed(log) or f": that took more than {PRELOAD_TIMEOUT:g} s"
+        why = printed(log) or f": that took more than {config['preload_timeout']:g} s"
         settings["notes"] = [f"rankzero: torch could not be loaded ahead, so each rank of this process imports it{why}"]
     return None
 
