@@ -173,28 +173,17 @@ def process_start(pid: int) -> str | None:
 
 
 def process_state(pid: int, start: str | None) -> str | None:
-    """Returns the one-letter state of a process in Linux.
+    """Returns the one-letter state of a process in Linux; None if it has exited, as a zombie has; else an empty text.
 
     Args:
         pid: The id of the process.
         start: The result of `process_start` for it, which a later process of that id does not have; or None.
-
-    Returns:
-        The state; None if the process has exited, as a zombie has; ``"?"`` if unknown.
     """
     try:
         facts = _stat(pid)
-        return None if facts[0] == "Z" or start not in (None, facts[_START]) else facts[0]
     except (FileNotFoundError, ProcessLookupError):
-        if os.path.isdir("/proc/self"):
-            return None
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        return "?"
-    return "?"
+        return None if os.path.isdir("/proc/self") else ""
+    return None if facts[0] == "Z" or start not in (None, facts[_START]) else facts[0]
 
 
 def _stat(pid: int | str) -> list[str]:

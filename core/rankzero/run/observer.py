@@ -212,7 +212,7 @@ def process_lives(status: RunStatus) -> bool | None:
 
 
 def _process_state(status: RunStatus) -> str | None:
-    """Returns the state of the driver's process; None if it has exited, empty if it is on another machine."""
+    """Returns the state of the driver's process; None if it has exited, empty if this process cannot query it."""
     if status.driver_pid is None or status.driver_namespace != process_namespace():
         return ""
     return process_state(status.driver_pid, status.driver_start)

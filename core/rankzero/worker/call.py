@@ -97,18 +97,10 @@ def call(start: Start, fetch: Callable[[str], str], has_worked: Callable[[], boo
 
 
 def _path_of(ref: ResultRef, start: Start, fetch: Callable[[str], str]) -> str:
-    """Returns the local path of a referenced file; downloads the file if needed.
+    """Returns the local path of a referenced file. Raises ResultError if this host cannot read it.
 
     A file on an object store is read directly if this worker has a client and the permission; else the driver sends
     it. Either happens once for all workers of a task.
-
-    Args:
-        ref: The reference.
-        start: The agent's message.
-        fetch: Makes the agent fetch a file from the driver; returns its local path.
-
-    Raises:
-        ResultError: neither this worker nor the driver can read the file.
     """
     from rankzero.store import remote
 
@@ -138,14 +130,7 @@ def _enter(code: str) -> list[str]:
 
 
 def _call_function(payload: dict[str, Any], args: Any, kwargs: Any, own: int) -> object:
-    """Calls the user's function.
-
-    Args:
-        payload: The function, and its name.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        own: The number of places at the beginning of the search path with code that was sent.
-    """
+    """Calls the user's function; ``own`` places at the beginning of the search path have code that was sent."""
     function = payload["function"]
     for name in payload["loaded"]:
         try:
@@ -174,13 +159,7 @@ def _call_function(payload: dict[str, Any], args: Any, kwargs: Any, own: int) ->
 
 
 def _run_script(payload: dict[str, Any], line: list[str], own: int) -> None:
-    """Runs a script in the module ``__main__`` of this process.
-
-    Args:
-        payload: The script.
-        line: Its arguments.
-        own: The number of places at the beginning of the search path with code that was sent.
-    """
+    """Runs a script in the module ``__main__`` of this process; ``own`` as for a function."""
     path = _place(payload["path"], payload["source"])
     module = types.ModuleType("__main__")
     module.__file__ = path

@@ -1,20 +1,6 @@
 """Main function of one rank: imports torch, receives ``start`` from the agent, calls the user's code, commits.
 
-Messages between rank and agent, in their order ("<-" is received by the rank)::
-
-    ready            torch is imported
-    <- start         rank, environment, path of the payload
-    rendezvous       rank 0 only: the port that it bound
-    <- go            addresses of rank 0: MASTER_ADDR and MASTER_PORT
-    entered          times of process start, torch import, and call of the user's code
-    beat             every few seconds, from a thread: progress so far
-    metric           rows of reports, several at a time
-    checkpoint-kind  with the first checkpoint: whether this rank's are sharded
-    checkpoint       this rank has written its part of a checkpoint
-    <- checkpoint    a checkpoint was committed
-    returned         the user's code has returned
-    commit | failure the outcome, sent before exit handlers run
-
+`rankzero.channel.messages` lists what rank and agent send each other, in its order.
 When a rank hangs, it writes its stacks and what torch's flight recorder has to its log.
 """
 

@@ -26,16 +26,10 @@ _store: object = None
 
 
 def bind(start: Start) -> int:
-    """Binds the rendezvous store's port in rank 0 and keeps it.
+    """Binds the rendezvous store's port in rank 0 and keeps it; returns the port.
 
-    The user's ``init_process_group`` finds this server, because torch shares a multi-tenant
-    store between users of one port in one process. So no port is guessed, freed and lost.
-
-    Args:
-        start: The agent's message, with ``master_addr``, ``ports`` and the context of this rank.
-
-    Returns:
-        The port that was bound.
+    The user's ``init_process_group`` finds this server, because torch shares a multi-tenant store between users of one
+    port in one process. So no port is guessed, freed and lost.
     """
     global _store
     import torch
@@ -81,15 +75,10 @@ def meet(go: Go, rank: int) -> None:
 
 @dataclass
 class _Groups:
-    """State of this rank's process groups.
+    """State of this rank's process groups."""
 
-    Attributes:
-        ours: True if a group of ``env://``, which uses rankzero's store, may exist.
-        generation: How often the last group was destroyed.
-    """
-
-    ours: bool = False
-    generation: int = 0
+    ours: bool = False  # True if a group of ``env://``, which uses rankzero's store, may exist
+    generation: int = 0  # How often the last group was destroyed
 
 
 def guard_groups() -> Callable[[], bool]:
@@ -106,7 +95,7 @@ def guard_groups() -> Callable[[], bool]:
     plain = handlers.get("env")
     groups = _Groups()
     if plain is not None:
-        handlers["env"] = _separating(plain, groups)
+        handlers["env"] = functools.partial(_separate, plain, groups)
         _watch_destroyed(groups)
     if hasattr(rendezvous, "_torchelastic_use_agent_store"):
         # For processes that this rank starts, since none of them can bind rank 0's port. Not for the rank itself: the
@@ -117,21 +106,17 @@ def guard_groups() -> Callable[[], bool]:
     return lambda: plain is None or groups.generation > 0 or is_initialized()
 
 
-def _separating(plain: Callable[..., Any], groups: _Groups) -> Callable[..., Any]:
-    """Wraps the handler so that each generation of groups has its own key prefix in the shared store.
+def _separate(plain: Callable[..., Any], groups: _Groups, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+    """Calls the handler, and gives each generation of groups its own key prefix in the shared store.
 
     Without it, a group that is made after another was destroyed reads its peers' old addresses, and hangs. Destroyed
     groups are counted, and no calls of the handler, because one rank alone may call it.
     """
     import torch.distributed as dist
 
-    def separate(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
-        for store, rank, world_size in plain(*args, **kwargs):
-            groups.ours = True
-            prefix = f"rankzero-{groups.generation}"
-            yield dist.PrefixStore(prefix, store), rank, world_size  # type: ignore[attr-defined]
-
-    return separate
+    for store, rank, world_size in plain(*args, **kwargs):
+        groups.ours = True
+        yield dist.PrefixStore(f"rankzero-{groups.generation}", store), rank, world_size  # type: ignore[attr-defined]
 
 
 def _watch_destroyed(groups: _Groups) -> None:
