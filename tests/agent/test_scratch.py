@@ -102,29 +102,22 @@ def places() -> dict[str, str]:
     return {name: os.environ.get(name, "") for name in ("RANKZERO_SCRATCH", "TMPDIR")}
 
 
-def test_much_goes_where_spark_has_room_and_sockets_where_they_fit(
-    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_set", [False, True])
+def test_much_goes_where_the_user_or_spark_has_room_and_sockets_where_they_fit(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_set: bool
 ) -> None:
-    monkeypatch.delenv("TMPDIR", raising=False)
     local = tmp_path / "a-long-name-as-yarn-has-it" / "blockmgr-8c1b"
     local.mkdir(parents=True)
     monkeypatch.setenv("SPARK_LOCAL_DIRS", f"{tmp_path}/not-there,/proc,{local}")
+    monkeypatch.delenv("TMPDIR", raising=False)
+    if is_set:
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
     found = launcher.options(num_processes=1).run(places)
-    assert found["RANKZERO_SCRATCH"].startswith(f"{local}/rankzero-agent-")
-    assert found["TMPDIR"].startswith(f"{tempfile.gettempdir()}/rankzero-agent-")
+    assert found["RANKZERO_SCRATCH"].startswith(f"{tmp_path if is_set else local}/rankzero-agent-")
+    if not is_set:
+        assert found["TMPDIR"].startswith(f"{tempfile.gettempdir()}/rankzero-agent-")
     assert not os.path.exists(found["RANKZERO_SCRATCH"])
     assert not os.path.exists(found["TMPDIR"])
-
-
-def test_what_the_user_set_for_temporary_files_counts_more(
-    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("spark", "user"):
-        (tmp_path / name).mkdir()
-    monkeypatch.setenv("SPARK_LOCAL_DIRS", f"{tmp_path}/spark")
-    monkeypatch.setenv("TMPDIR", f"{tmp_path}/user")
-    found = launcher.options(num_processes=1).run(places)
-    assert found["RANKZERO_SCRATCH"].startswith(f"{tmp_path}/user/rankzero-agent-")
 
 
 READ_ONLY = """

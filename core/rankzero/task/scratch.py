@@ -58,28 +58,22 @@ def _host() -> str:
 
 
 def scratch_root() -> str:
-    """Returns a writable directory: ``TMPDIR``, else Spark's local directory with most free space, else ``/tmp``.
+    """Returns a writable directory: ``TMPDIR``, else one of Spark's local directories, else ``/tmp``.
 
     Raises:
         RuntimeError: no directory is writable.
     """
-    set_by_user = [os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")]
-    for_spark = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")
-    usable = [place for place in set_by_user if _is_writable(place)][:1] or sorted(
-        filter(_is_writable, for_spark), key=lambda place: -shutil.disk_usage(place).free
-    )
+    local = os.environ.get("SPARK_LOCAL_DIRS", "")
+    for place in [*(os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")), *local.split(",")]:
+        if os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK):
+            return place
     try:
-        return usable[0] if usable else tempfile.gettempdir()
+        return tempfile.gettempdir()
     except FileNotFoundError:
         raise RuntimeError(
-            f"no directory on {socket.gethostname()} can be written (tried TMPDIR, SPARK_LOCAL_DIRS="
-            f"{os.environ.get('SPARK_LOCAL_DIRS', '')!r}, /tmp, /var/tmp): mount one, and name it in spark.local.dir "
-            "or TMPDIR"
+            f"no directory on {socket.gethostname()} can be written (tried TMPDIR, SPARK_LOCAL_DIRS={local!r}, /tmp, "
+            "/var/tmp): mount one, and name it in spark.local.dir or TMPDIR"
         ) from None
-
-
-def _is_writable(place: str) -> bool:
-    return os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)
 
 
 def make_temporary(scratch: str) -> str | None:
