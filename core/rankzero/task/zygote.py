@@ -93,7 +93,7 @@ def _run_agent(config: dict[str, Any], channel: socket.socket, owner: int) -> bo
     os.close(log)
     ended = os.pidfd_open(agent)
     _send(channel, {"pid": agent})
-    if not processes.readable([ended, owner], LATER_AFTER_START):
+    if "torch" in sys.modules and not processes.readable([ended, owner], LATER_AFTER_START):
         load_rest()
     if ended not in processes.readable([ended, owner], None):
         # The agent may be stopped. It watches the owner, too, and gives its ranks their grace.
@@ -139,9 +139,7 @@ def load(names: Sequence[str]) -> list[str]:
 
 @functools.cache
 def load_rest() -> None:
-    """Imports `PRELOADED_LATER`, unless this zygote has none of torch."""
-    if "torch" not in sys.modules:
-        return
+    """Imports `PRELOADED_LATER`."""
     load(PRELOADED_LATER)
     with contextlib.suppress(KeyError, AttributeError):
         dynamo: Any = sys.modules["torch._dynamo.utils"]
