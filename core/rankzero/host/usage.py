@@ -49,7 +49,7 @@ class UsageSampler:
         self._busy, self._moved = _busy_seconds(), _network_bytes()
 
     def sample(self, now: float) -> dict[str, Any]:
-        """Takes a sample.
+        """Samples this host now.
 
         Returns:
             ``time`` (Unix), ``cpu`` (busy cores since the last sample), ``cores``, ``memory`` and ``memory_total``

@@ -139,7 +139,7 @@ def load(names: Sequence[str]) -> list[str]:
 
 @functools.cache
 def load_rest() -> None:
-    """Imports `PRELOADED_LATER`."""
+    """Imports the modules of `PRELOADED_LATER`."""
     load(PRELOADED_LATER)
     with contextlib.suppress(KeyError, AttributeError):
         dynamo: Any = sys.modules["torch._dynamo.utils"]
