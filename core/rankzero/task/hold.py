@@ -31,7 +31,7 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
     """
     scratch = make_scratch(scratch_root())
     temporary = make_temporary(scratch)
-    locks = [lock_directory(directory) for directory in (scratch, temporary) if directory]
+    lock = lock_directory(scratch)
     # Kept open: an agent removes its directory when it ends, and the log is read after that.
     log = open(os.path.join(scratch, "agent.log"), "w+b")
     config = {**config, "env": with_defaults(config), "scratch": scratch, "temporary": temporary}
@@ -50,11 +50,8 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
             raise RuntimeError(f"rankzero agent of task {config['task']} ended by {how}{printed(log)}")
     finally:
         log.close()
-        for directory in (scratch, temporary):
-            if directory:
-                shutil.rmtree(directory, ignore_errors=True)
-        for lock in locks:
-            os.close(lock)
+        shutil.rmtree(scratch, ignore_errors=True)
+        os.close(lock)
 
 
 def with_defaults(config: dict[str, Any]) -> dict[str, str]:

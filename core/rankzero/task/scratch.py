@@ -78,14 +78,10 @@ def scratch_root() -> str:
 
 def make_temporary(scratch: str) -> str | None:
     """Creates the directory for the ranks' temporary files, removed with the agent; None keeps the system's own."""
-    below = os.path.join(scratch, "tmp")
-    if len(below) > SOCKET_PATH_ROOM:
-        # Raises if no other directory is writable.
-        with contextlib.suppress(FileNotFoundError):
-            apart = make_scratch(tempfile.gettempdir())
-            if len(apart) <= SOCKET_PATH_ROOM:
-                return apart
-            os.rmdir(apart)
+    path = os.path.join(scratch, "tmp")
+    # Raises if no other directory is writable.
+    with contextlib.suppress(FileNotFoundError):
+        if len(path) > SOCKET_PATH_ROOM and tempfile.gettempdir():
             return None
-    os.mkdir(below)
-    return below
+    os.mkdir(path)
+    return path
