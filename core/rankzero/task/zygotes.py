@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import os
 import re
@@ -20,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -52,17 +52,16 @@ class Agent:
     """An agent that a zygote runs."""
 
     def __init__(self, pid: int, zygote: subprocess.Popen[bytes] | None) -> None:
-        self._pidfd: io.FileIO | None = None
-        self._zygote = zygote
+        self._pidfd, self._zygote = -1, zygote
+        # It may have ended already.
         with contextlib.suppress(ProcessLookupError):
-            # Closed with this object. It may have ended already.
-            self._pidfd = io.FileIO(os.pidfd_open(pid))
+            self._pidfd = os.pidfd_open(pid)
+            weakref.finalize(self, os.close, self._pidfd)
 
     def kill(self) -> None:
         """Kills the agent, unless it has ended; its zygote ends its descendants. To be called from any thread."""
-        with contextlib.suppress(ProcessLookupError):
-            if self._pidfd:
-                signal.pidfd_send_signal(self._pidfd.fileno(), signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         if self._zygote:
             # It may be stopped.
             self._zygote.send_signal(signal.SIGCONT)
