@@ -123,16 +123,17 @@ class Zygote:
             idle.pop(0).close(0.0)
 
     def close(self, timeout: float) -> None:
-        """Ends the zygote, which gets this time to end its agent."""
+        """Ends the zygote; its agent gets this time to end, and then the zygote to end what a killed agent leaves."""
         # Not only closed: a child that this process has forked may have a copy of it.
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)
         if self._process:
             self._process.send_signal(signal.SIGCONT)
-        while self._reply(timeout) is not None:
-            pass
-        if self.agent:
-            self.agent.kill()
+        for _ in range(2):
+            while self._reply(timeout) is not None:
+                self.agent = None
+            if self.agent:
+                self.agent.kill()
         if self._process:
             self._process.kill()
             self._process.wait()
