@@ -58,22 +58,28 @@ def _host() -> str:
 
 
 def scratch_root() -> str:
-    """Returns a writable directory: ``TMPDIR``, else one of Spark's local directories, else ``/tmp``.
+    """Returns a writable directory: ``TMPDIR``, else Spark's local directory with most free space, else ``/tmp``.
 
     Raises:
         RuntimeError: no directory is writable.
     """
-    local = os.environ.get("SPARK_LOCAL_DIRS", "")
-    for place in [*(os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")), *local.split(",")]:
-        if os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK):
-            return place
+    spark = os.environ.get("SPARK_LOCAL_DIRS", "")
+    set_by_user = [os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")]
+    if writable := list(filter(_is_writable, set_by_user)):
+        return writable[0]
+    if writable := list(filter(_is_writable, spark.split(","))):
+        return max(writable, key=lambda place: shutil.disk_usage(place).free)
     try:
         return tempfile.gettempdir()
     except FileNotFoundError:
         raise RuntimeError(
-            f"no directory on {socket.gethostname()} can be written (tried TMPDIR, SPARK_LOCAL_DIRS={local!r}, /tmp, "
+            f"no directory on {socket.gethostname()} can be written (tried TMPDIR, SPARK_LOCAL_DIRS={spark!r}, /tmp, "
             "/var/tmp): mount one, and name it in spark.local.dir or TMPDIR"
         ) from None
+
+
+def _is_writable(place: str) -> bool:
+    return os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)
 
 
 def make_temporary(scratch: str) -> str | None:
