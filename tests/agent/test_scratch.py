@@ -103,10 +103,11 @@ def test_much_goes_where_the_user_or_spark_has_room_and_sockets_where_they_fit(
     local.mkdir(parents=True)
     monkeypatch.setenv("SPARK_LOCAL_DIRS", f"{tmp_path}/not-there,/proc,{local}")
     monkeypatch.delenv("TMPDIR", raising=False)
-    if is_set:
-        monkeypatch.setenv("TMPDIR", str(tmp_path))
-    found = launcher.options(num_processes=1).run(places)
-    assert found["scratch"].startswith(f"{tmp_path if is_set else local}/rankzero-agent-")
+    with tempfile.TemporaryDirectory() as short:
+        if is_set:
+            monkeypatch.setenv("TMPDIR", short)
+        found = launcher.options(num_processes=1).run(places)
+    assert found["scratch"].startswith(f"{short if is_set else local}/rankzero-agent-")
     assert found["temporary"].startswith(found["scratch"]) is is_set
     assert not os.path.exists(found["scratch"])
 
