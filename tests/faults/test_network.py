@@ -223,7 +223,7 @@ def test_a_full_scratch_disk_drops_and_counts_lines(tmp_path: Path) -> None:
 
 
 def test_lines_beyond_the_limit_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "SPOOL_LIMIT", 1000)
+    monkeypatch.setattr(output, "SPOOL_LIMIT", 500)
 
     async def main() -> None:
         async with sending(tmp_path) as (connection, out):

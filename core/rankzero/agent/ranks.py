@@ -20,7 +20,7 @@ from rankzero.agent.output import Output, release
 from rankzero.channel import messages
 from rankzero.channel.connection import Connection
 from rankzero.channel.messages import Decoder, Message, encode
-from rankzero.host import forked
+from rankzero.host import forks
 from rankzero.host.network import socket_environment
 from rankzero.host.processes import signal_name
 from rankzero.worker import main as worker
@@ -227,10 +227,10 @@ def _start_worker(config: dict[str, Any], stdio: tuple[int, int, int], descripto
     if "torch" in sys.modules:
 
         def main() -> None:
-            forked.forget()
+            forks.forget()
             worker.main(*arguments)
 
-        return forked.fork(main, env=environment(config), stdio=stdio, keep=descriptors)
+        return forks.fork(main, env=environment(config), stdio=stdio, keep=descriptors)
     process = subprocess.Popen(
         [sys.executable, "-c", _BOOTSTRAP, config["code_path"], *map(str, arguments)],
         stdin=stdio[0],

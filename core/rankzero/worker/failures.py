@@ -19,9 +19,8 @@ from typing import Any
 
 from rankzero.advice import advised
 from rankzero.channel.messages import Failed
-from rankzero.errors import RetryableError
+from rankzero.errors import RetryableError, encodable
 from rankzero.job import qualified_name
-from rankzero.texts import encodable
 
 MESSAGE_LIMIT = 16 << 10
 """Most characters of an exception's text that are sent."""
@@ -144,12 +143,7 @@ def install_restart_on(pickled: bytes | None) -> None:
 
 
 def what_matches(error: BaseException, text: str) -> str | None:
-    """Returns the name of the entry of the job's ``restart_on`` that matches an exception; None if none does.
-
-    Args:
-        error: The exception of the user's code.
-        text: Its type and message, as shown to the user.
-    """
+    """Returns the name of the entry of the job's ``restart_on`` that matches an exception; None if none does."""
     if _restart_on is None:
         return None
     try:
