@@ -7,8 +7,8 @@ from typing import Any
 from rankzero import Launcher
 from rankzero.kinds import NumProcesses
 from rankzero.run.identity import Identity
+from rankzero.submit.code_files import UserCode
 from rankzero.submit.pack import build
-from rankzero.submit.pack_archive import UserCode
 from rankzero.submit.start import Submitter
 
 

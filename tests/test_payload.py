@@ -87,8 +87,8 @@ def run_elsewhere(built: pack.Payload, tmp_path: Path) -> str:
     """Unpickles and calls the payload in a process that knows nothing of this one's modules."""
     (tmp_path / "payload.pkl").write_bytes(b"".join(built.data))
     extra = []
-    if built.modules:
-        with zipfile.ZipFile(io.BytesIO(built.modules)) as archive:
+    if built.modules.zipped:
+        with zipfile.ZipFile(io.BytesIO(built.modules.zipped)) as archive:
             archive.extractall(tmp_path / "modules")
         extra = [str(tmp_path / "modules")]
     program = f"""
@@ -267,7 +267,7 @@ def test_a_module_that_imports_an_orchestrator_travels_by_value(
     defs = importlib.import_module("acme_models.defs")
     built = pack.build(defs.train, (), {})
     assert run_elsewhere(built, tmp_path) == "trained"
-    assert built.modules is None
+    assert built.modules.zipped is None
 
 
 def loaded(name: str, path: Path, source: str) -> types.ModuleType:
@@ -371,8 +371,8 @@ def test_keys_and_passwords_in_a_user_package_stay_here(
         (package / name).parent.mkdir(exist_ok=True)
         (package / name).write_text("# hunter2")
     built = pack.build(user_package.by_value, (), {})
-    assert built.modules
-    names = zipfile.ZipFile(io.BytesIO(built.modules)).namelist()
+    assert built.modules.zipped
+    names = zipfile.ZipFile(io.BytesIO(built.modules.zipped)).namelist()
     assert [name for name in SECRETS if f"acme_models/{name}" in names] == []
     assert [name for name in HARMLESS if f"acme_models/{name}" not in names] == []
     assert "acme_models/tls/server.pem" in caplog.text
@@ -384,8 +384,8 @@ def test_of_a_folder_without_init_only_sources_travel(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("import folder.part\n" if name == "train_it.py" else "")
     built = pack.build(tmp_path / "train_it.py", (), {})
-    assert built.modules
-    assert zipfile.ZipFile(io.BytesIO(built.modules)).namelist() == ["folder/part.py"]
+    assert built.modules.zipped
+    assert zipfile.ZipFile(io.BytesIO(built.modules.zipped)).namelist() == ["folder/part.py"]
 
 
 def test_installed_packages_do_not_travel() -> None:
@@ -394,7 +394,7 @@ def test_installed_packages_do_not_travel() -> None:
 
         return torch.__version__
 
-    assert pack.build(uses_torch, (), {}).modules is None
+    assert pack.build(uses_torch, (), {}).modules.zipped is None
 
 
 def test_a_script_brings_the_modules_beside_it(tmp_path: Path) -> None:
@@ -404,8 +404,8 @@ def test_a_script_brings_the_modules_beside_it(tmp_path: Path) -> None:
     before = list(sys.path)
     built = pack.build(tmp_path / "train_it.py", (1, 2.5), {})
     assert sys.path == before
-    assert built.modules is not None
-    assert zipfile.ZipFile(io.BytesIO(built.modules)).namelist() == ["beside_it.py", "further.py"]
+    assert built.modules.zipped is not None
+    assert zipfile.ZipFile(io.BytesIO(built.modules.zipped)).namelist() == ["beside_it.py", "further.py"]
 
 
 def test_too_much_user_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,7 +413,7 @@ def test_too_much_user_code_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "train_it.py").write_text("import big\n")
     (tmp_path / "big.py").write_text("x" * 100)
     why = refused(tmp_path / "train_it.py")
-    assert "the largest are big.py (0 MiB): name what stays in .rankzeroignore in the package's folder" in why
+    assert "the largest are big.py (0 MiB): name what stays in .rankzeroignore in their folder" in why
 
 
 def test_a_package_says_which_of_its_files_stay(tmp_path: Path) -> None:
@@ -424,8 +424,8 @@ def test_a_package_says_which_of_its_files_stay(tmp_path: Path) -> None:
         (tmp_path / name).write_text("")
     (tmp_path / "mine" / ".rankzeroignore").write_text("/data/\n*.npy\n")
     built = pack.build(tmp_path / "train_it.py", (), {})
-    assert built.modules is not None
-    names = zipfile.ZipFile(io.BytesIO(built.modules)).namelist()
+    assert built.modules.zipped is not None
+    names = zipfile.ZipFile(io.BytesIO(built.modules.zipped)).namelist()
     assert names == ["mine/__init__.py", "mine/inner/__init__.py", "mine/table.csv"]
 
 

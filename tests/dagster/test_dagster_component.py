@@ -4,9 +4,9 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tomllib
 import traceback
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,8 +149,8 @@ def test_a_resource_of_its_own(sandbox: DefsFolderSandbox, tmp_path: Path) -> No
         assert value_of(job.execute_in_process(), "size") == 2
     (run,) = (tmp_path / "runs").iterdir()
     # Relative paths begin in the component's folder.
-    with tarfile.open(folder_of(run) / "code.tar.gz") as sent:
-        assert {"working_dir/train.py", "py_files/shapes.py"} <= set(sent.getnames())
+    with zipfile.ZipFile(folder_of(run) / "code.zip") as sent:
+        assert {"working_dir/train.py", "py_files/shapes.py"} <= set(sent.namelist())
 
 
 def test_digits_of_an_environment_variable_are_text(

@@ -1,4 +1,4 @@
-"""Code that is pickled by value counts for the module that has it."""
+"""Code that is pickled by value counts apart from the values that refer to it."""
 
 from __future__ import annotations
 
@@ -95,17 +95,14 @@ def test_a_deployed_module_that_imports_an_orchestrator_ends_no_training(
     before, deployed = identity(COMMON, how), identity(COMMON.replace(old, new), how)
     again = identity(f"\n# A comment\n{COMMON}\nUNRELATED = 1\n", how)
     compared = compare(before, deployed)
-    assert len(compared.differing) == 1
-    # What a function has made counts where it is used.
-    assert compared.differing[0].startswith("train" if "timed" in how else "module common_")
-    assert compare(before, deployed, automatic=True).ignored == compared.differing
+    assert compare(before, deployed, automatic=True).ignored == compared.differing == ("train",)
     # A module object counts with all of its source.
     assert compare(before, again).same or "import COMMON" in how
     edited = identity(COMMON, how.replace("return ", "return not "))
     assert compare(before, edited).differing == compare(before, edited, automatic=True).ignored == ("train",)
 
 
-def test_an_argument_s_class_counts_for_its_module_and_its_values_for_the_argument(
+def test_an_argument_s_class_counts_as_code_and_its_values_for_the_argument(
     written: Callable[..., list[Any]],
 ) -> None:
     def identity(common: str, depth: int = 1, **options: Any) -> Any:
@@ -115,7 +112,7 @@ def test_an_argument_s_class_counts_for_its_module_and_its_values_for_the_argume
         return identity_of(job.train, (0.1, model), {}, 2, **options)
 
     before, deployed = identity(COMMON), identity(COMMON.replace("x + 1", "x + 2"))
-    assert compare(before, deployed).differing[0].startswith("module common_")
+    assert compare(before, deployed).differing == ("train",)
     assert compare(before, deployed, automatic=True).same
     assert compare(before, identity(COMMON, 2), automatic=True).differing == ("argument model",)
 
@@ -164,9 +161,6 @@ def test_the_code_of_a_decorated_function_is_its_own(written: Callable[..., list
     before = identity(common, job)
     deployed = identity(common.replace("(*args) + 0", "(*args) + 1"), job)
     assert compare(before, deployed, automatic=True).ignored == compare(before, deployed).differing != ()
-    edited = identity(common, job.replace("return 1", "return 2"))
-    assert "train" in compare(before, edited).differing
-    assert compare(before, edited, automatic=True).same
 
 
 def test_modules_by_value_that_refer_to_each_other_count(written: Callable[..., list[Any]]) -> None:
@@ -191,7 +185,7 @@ def test_modules_by_value_that_refer_to_each_other_count(written: Callable[..., 
         assert len(compared.ignored) == 1
 
 
-def test_a_module_with_a_made_up_name_counts_by_the_name_of_its_file(
+def test_a_module_with_a_made_up_name_counts_whatever_its_name(
     written: Callable[..., list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Airflow loads DAG files so, with a digest of the file's path in the name of the module.
@@ -210,7 +204,6 @@ def test_a_module_with_a_made_up_name_counts_by_the_name_of_its_file(
         spec.loader.exec_module(module)
         identities.append(identity_of(job.train, (0.1, functools.partial(module.Model)), {}, 2))
     assert identities[0] == identities[1]
-    assert "module dag_of_models" in dict(identities[0].parts)
 
 
 CLASSES = f"""{IMPORTS_AIRFLOW}

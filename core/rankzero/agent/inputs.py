@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tarfile
 import zipfile
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +19,7 @@ from rankzero.channel.messages import Assign, Start
 from rankzero.data import manifest
 from rankzero.values.digest import digest_of_file
 
-MODULES, CODE = "modules.zip", "code.tar.gz"
+MODULES, CODE = "modules.zip", "code.zip"
 _CODE = {MODULES, CODE}
 
 
@@ -92,8 +91,8 @@ class Inputs:
         return Start(
             master_addr=self._assigned.master_addr,
             payload=self._here["payload.pkl"],
-            modules=self._unpack_modules(),
-            code=self._unpack_code(),
+            modules=self._unpack(MODULES),
+            code=self._unpack(CODE),
             refs={file["uri"]: [name, self._here.get(name)] for name, file in files.items() if "uri" in file},
             result_directory=os.path.join(directory, "result") if self.shared else self._scratch,
             checkpoint=self._assigned.checkpoint,
@@ -106,28 +105,21 @@ class Inputs:
             ports=ports,
         )
 
-    def _unpack_modules(self) -> str | None:
-        if MODULES not in self._here:
+    def _unpack(self, name: str) -> str | None:
+        """Unpacks an archive of the user's code for this task's ranks, which may write into it; None without one."""
+        if name not in self._here:
             return None
-        directory = os.path.join(self._scratch, "modules")
-        with _unpacking(MODULES, directory), zipfile.ZipFile(self._here[MODULES]) as archive:
+        directory = os.path.join(self._scratch, name.removesuffix(".zip"))
+        with _unpacking(name, directory), zipfile.ZipFile(self._here[name]) as archive:
             # Not by `extractall`, which takes twice as long: the names are rankzero's own, and the digest was checked.
-            for folder in {os.path.dirname(name) for name in archive.namelist()}:
+            for folder in {os.path.dirname(file) for file in archive.namelist()}:
                 os.makedirs(os.path.join(directory, folder), exist_ok=True)
-            for name in archive.namelist():
-                with open(os.path.join(directory, name), "wb") as file:
-                    file.write(archive.read(name))
-        return directory
-
-    def _unpack_code(self) -> str | None:
-        """Returns a copy of the user's code for this task's ranks, which may write into it."""
-        if CODE not in self._here:
-            return None
-        from rankzero.values.formats import unpack
-
-        directory = os.path.join(self._scratch, "code")
-        with _unpacking(CODE, directory), tarfile.open(self._here[CODE]) as archive:
-            unpack(archive, directory)
+            for file in archive.infolist():
+                path = os.path.join(directory, file.filename)
+                with open(path, "wb") as copy:
+                    copy.write(archive.read(file))
+                if (mode := file.external_attr >> 16) & 0o100:
+                    os.chmod(path, mode & 0o777 | 0o200)
         return directory
 
     def _check(self, name: str) -> None:

@@ -60,14 +60,6 @@ def is_user_module(name: str) -> bool:
     return not any(getattr(made, fact, None) for fact in ("__spec__", "__file__", "__path__", "__loader__"))
 
 
-def stable_name(name: str) -> str:
-    """Returns a loaded module's name, or that of its file if no module can be found by it, as for a DAG file."""
-    file = getattr(sys.modules.get(name), "__file__", None)
-    if not isinstance(file, str) or spec_of(name.partition(".")[0]):
-        return name
-    return os.path.splitext(os.path.basename(file))[0]
-
-
 def spec_of(root: str, first: str | None = None) -> Any:
     """Returns the spec of a user's top-level module that can be found by its name, else None. Imports nothing.
 

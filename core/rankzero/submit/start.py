@@ -39,8 +39,8 @@ from rankzero.run.handle import RunHandle
 from rankzero.run.identity import DATASET, VARIABLE, Asked, Decision, Identity, describe
 from rankzero.run.tries import PipelineTry
 from rankzero.submit import datasets, existing, pack
+from rankzero.submit.code_files import UserCode
 from rankzero.submit.existing import Existing
-from rankzero.submit.pack_archive import ARCHIVE, UserCode
 from rankzero.submit.training import params_of
 from rankzero.threads import in_thread
 from rankzero.values.digest import digest_of
@@ -257,8 +257,9 @@ class Submitter:
             identity = asked.identity
             job = replace(job, identity=identity.digest, identity_parts=dict(identity.parts), queries=queries)
             files = {"payload.pkl": self._payload.data}
-            parts = {"modules.zip": self._payload.modules}
-            parts |= {ARCHIVE: request.code.archive, FILE: to_bytes(manifests) if manifests else None}
+            sent = request.code.sent
+            parts = {"modules.zip": self._payload.modules.zipped, "code.zip": sent[1] if sent else None}
+            parts |= {FILE: to_bytes(manifests) if manifests else None}
             files |= {name: [part] for name, part in parts.items() if part is not None}
             described = {name: _described(own.path(name), content) for name, content in files.items()}
             described |= _describe_arguments(self._payload)
