@@ -289,7 +289,7 @@ class UserCode:
             self._paths["working_dir"] = path = os.path.expanduser(os.fspath(working_dir))
             if not os.path.isdir(path):
                 raise InvalidJobError(f"working_dir={path!r} is no directory of this machine")
-        for path in map(os.path.expanduser, map(os.fspath, py_files)):
+        for path in (os.path.expanduser(os.fspath(each)) for each in py_files):
             if not (os.path.isdir(path) or (os.path.isfile(path) and path.endswith(_SUFFIXES))):
                 raise InvalidJobError(
                     f"py_files has {path!r}; give .py, .zip, .egg or .whl files and directories of packages that exist"

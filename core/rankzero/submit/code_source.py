@@ -72,11 +72,11 @@ def _of_file(path: str, _fingerprint: str, package: str) -> Source:
     return found._replace(digest=digest_of_source(source))
 
 
-def to_code(source: str | bytes, path: str, flags: int = 0, *, optimize: int = -1) -> types.CodeType:
+def to_code(source: str | bytes, path: str, *, optimize: int = -1) -> types.CodeType:
     """Compiles a file. What Python warns of is shown, or an error, where it runs. Raises SyntaxError or ValueError."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        code: types.CodeType = compile(source, path, "exec", flags, dont_inherit=True, optimize=optimize)
+        code: types.CodeType = compile(source, path, "exec", dont_inherit=True, optimize=optimize)
     return code
 
 
@@ -210,21 +210,17 @@ def digest_of_code(code: types.CodeType) -> str:
     """
     linecache.checkcache(code.co_filename)
     lines = linecache.getlines(code.co_filename)
-    if code.co_name != "<lambda>" and code in _compiled("".join(lines), code.co_filename, code.co_flags & _FUTURES):
+    if code.co_name != "<lambda>" and code in _compiled("".join(lines), code.co_filename):
         words = [*_words("".join(inspect.getblock(lines[code.co_firstlineno - 1 :])).encode())]
         return hashlib.sha256("\0".join(words[words.index("def") :]).encode()).hexdigest()
     return hashlib.sha256(repr(_facts(code)).encode(errors="surrogateescape")).hexdigest()
 
 
-_FUTURES = annotations.compiler_flag
-"""The flag that a cell of a notebook may have by a statement of an earlier one."""
-
-
 @functools.lru_cache(maxsize=64)
-def _compiled(source: str, path: str, flags: int) -> frozenset[types.CodeType]:
+def _compiled(source: str, path: str) -> frozenset[types.CodeType]:
     """Returns the code of all functions of a source; empty for one that is not Python, such as a notebook's magics."""
     try:
-        return frozenset(each for each, _ in _nested(to_code(source, path, flags)))
+        return frozenset(each for each, _ in _nested(to_code(source, path)))
     except (SyntaxError, ValueError):
         return frozenset()
 

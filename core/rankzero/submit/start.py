@@ -33,10 +33,9 @@ from rankzero.errors import (
 from rankzero.host.processes import describe_process, this_process
 from rankzero.job import Job
 from rankzero.kinds import NumProcesses
-from rankzero.masking import is_secret
 from rankzero.run.directory import RunDirectory, Submission, compare_job
 from rankzero.run.handle import RunHandle
-from rankzero.run.identity import DATASET, VARIABLE, Asked, Decision, Identity, describe
+from rankzero.run.identity import DATASET, Asked, Decision, Identity, describe
 from rankzero.run.tries import PipelineTry
 from rankzero.submit import datasets, existing, pack
 from rankzero.submit.code_files import UserCode
@@ -130,11 +129,6 @@ class Submitter:
             train, args, kwargs, request.restart_on, is_alone=request.num_processes == 1
         )
         self._identity = dict(payload.identity(request.num_processes, template.code_version, request.code).parts)
-        self._identity |= {
-            f"{VARIABLE}{name}": digest_of([value.encode(errors="surrogateescape")])
-            for name, value in request.env.items()
-            if not (name.startswith("RANKZERO_") or is_secret(name))
-        }
         # The trainer of a compatibility layer may continue runs by their names. That of a step is named by the step.
         self._by_name = bool(getattr(train, "resumes_by_name", False)) and not template.generation
         self._sources = datasets.Sources(request.sources, engine)
