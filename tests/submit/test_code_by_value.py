@@ -150,19 +150,6 @@ def test_a_function_that_is_made_for_an_argument_counts_whatever_the_version_of_
     assert len({identity_of(train, (loss,), {}, 1, "1").digest for loss in losses}) == len(losses)
 
 
-def test_the_code_of_a_decorated_function_is_its_own(written: Callable[..., list[Any]]) -> None:
-    # Ranks import both modules.
-    common = COMMON.removeprefix(IMPORTS_AIRFLOW)
-    job = "from COMMON import timed\n@timed\ndef train():\n    return 1\n"
-
-    def identity(common: str, job: str) -> Any:
-        return identity_of(written(common, job)[1].train, (), {}, 2)
-
-    before = identity(common, job)
-    deployed = identity(common.replace("(*args) + 0", "(*args) + 1"), job)
-    assert compare(before, deployed, automatic=True).ignored == compare(before, deployed).differing != ()
-
-
 def test_modules_by_value_that_refer_to_each_other_count(written: Callable[..., list[Any]]) -> None:
     common = IMPORTS_AIRFLOW + (
         "registry = []\ndef register(f):\n    registry.append(lambda x: f(x))\n    return f\n"

@@ -98,11 +98,6 @@ def test_new_code_that_no_statement_imports_begins_from_scratch(
     assert launcher.submit(train, target(package.name), str(fail)).result() == [None, 2]
 
 
-def test_a_package_that_only_a_text_names_travels(launcher: Launcher, package: Path) -> None:
-    train = defined("def train(target):\n    import importlib\n    return importlib.import_module(target).VERSION\n")
-    assert launcher.options(num_processes=1).run(train, f"{package.name}.models") == 1
-
-
 @pytest.mark.parametrize("text", ["other.csv", "other.py", "results.day", "results", "no.such.module"])
 def test_a_text_that_names_nothing_in_a_module_sends_nothing(package: Path, text: str) -> None:
     write(package.parent / "other.py", "SIZE = 1\n")

@@ -141,14 +141,19 @@ def test_refusals(options: dict[str, Any], words: str) -> None:
     [
         *("profiles.yml", "kubeconfig.yaml", "kube_config", "terraform.tfstate.backup", "prod.TFSTATE"),
         *("airflow.cfg", "Airflow.CFG", "airflow.db", "simple_auth_manager_passwords.json.generated"),
-        *("dagster.yaml", "dagster_cloud.yaml"),
+        *("dagster.yaml", "dagster_cloud.yaml", "settings.env", "server.pem", "SERVER.KEY", "id_ed25519", "id_rsa.pub"),
+        *("credentials.json", "google_credentials.json", "service-account-prod.json", "secrets.toml"),
     ],
 )
-def test_files_of_other_tools_with_passwords_stay(project: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_that_may_hold_secrets_stay(project: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     before = UserCode(project).sent
     (project / "data" / name).write_text("password")
     assert UserCode(project).sent == before
     assert f"working_dir/data/{name}" in caplog.text
+    for harmless in ("credentials.py", "keyboard.json", "environment.yaml", "monkey.txt"):
+        (project / "data" / harmless).touch()
+        assert UserCode(project).sent != before
+        (project / "data" / harmless).unlink()
 
 
 def test_archives_are_unpacked_by_a_python_without_filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,6 @@ class Asked:
 
     identity: Identity
     generation: str = ""  # Name of the chain of tries that the orchestrator starts by itself: `Job.generation`
-    by_name: bool = False  # True if a run is continued because of its name alone, whatever it trained: `decide`
 
     def repeats(self, generation: str) -> bool:
         """Returns True if the orchestrator repeats a try of this generation by itself."""
@@ -109,7 +108,6 @@ def decide(
     acknowledged: bool,
     ending: bool = False,
     same_generation: bool = False,
-    by_name: bool = False,
     automatic: bool = False,
 ) -> Decision:
     """Decides what to do about an existing run. The first row that fits counts.
@@ -120,7 +118,6 @@ def decide(
     asked to stop             the same                               RESUME
     living, not so            the same; any, if automatic            ATTACH
     living                    any other                              FRESH
-    ended                     by name, except the next row's same    RESUME
     succeeded, not delivered  the same; any, if automatic            DELIVER
     succeeded, delivered      the same, in the chain that got it     DELIVER
     failed                    the same                               RESUME
@@ -134,8 +131,6 @@ def decide(
         if ending:
             return Decision.RESUME if same_training else Decision.FRESH
         return Decision.ATTACH if follows else Decision.FRESH
-    if by_name and (acknowledged or not same_training):
-        return Decision.RESUME
     if state == "succeeded" and not acknowledged:
         return Decision.DELIVER if follows else Decision.FRESH
     if not same_training or (acknowledged and not same_generation):

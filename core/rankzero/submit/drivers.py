@@ -12,7 +12,6 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import IO, Any
 
 from rankzero.bounds import CANCEL_TIMEOUT
@@ -69,12 +68,9 @@ def start(own: Submission, request: Request) -> RunHandle[Any]:
         with located(own.run.directory):
             request.engine.start_driver(own, {**request.private(), "nonce": own.job.nonce})
     except RankZeroError as error:
-        if own.has_driver():
-            logger.warning("the driver of run %s has started although its submission reported: %s", handle.id, error)
-            return handle
-        # A driver that was accepted despite the error finds the end, and exits.
-        own.finish(replace(own.status(), state="failed", error=error.to_json()))
-        raise
+        if not own.has_driver():
+            raise
+        logger.warning("the driver of run %s has started although its submission reported: %s", handle.id, error)
     return handle
 
 

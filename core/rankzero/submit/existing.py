@@ -103,7 +103,6 @@ def assess(own: Submission, asked: Asked, caller: PipelineTry | None = None) -> 
         acknowledged=delivered.acknowledged,
         ending=ending,
         same_generation=caller is not None and delivered.acknowledged and caller.repeats(delivered.receiver),
-        by_name=asked.by_name,
         automatic=asked.repeats(job.generation),
     )
     if decision is Decision.DELIVER and status.result and not store.exists(own.result_path(status.result["uri"])):

@@ -44,6 +44,8 @@ class Contents:
     def __init__(self) -> None:
         self._known: dict[int, tuple[bytes, object]] = {}
         """Checksums of objects by their id. The objects are kept, so that no other one gets their id."""
+        self._open: dict[int, int] = {}
+        """Depth of each value that is being visited, by its id: one may refer to itself."""
         self._waiting: list[_Parts] = []
         self._noted: dict[int, object] = {}
 
@@ -59,37 +61,25 @@ class Contents:
         return hashlib.sha256(b"".join(sorted(found))).hexdigest()
 
     def _visit(self, value: object) -> bytes:
-        """Returns the checksum of a value. It does not recurse, since values may nest deeply.
+        """Returns the checksum of a value.
 
         Objects in a set that refer to each other have another checksum in another order.
         """
-        stack: list[tuple[object, _Parts, Any, list[bytes]]] = []
-        # Values that are being visited, with their depth: one may refer to itself.
-        open_at: dict[int, int] = {}
-        while True:
-            if (plain := _plain(value)) is not None:
-                digest = plain
-            elif id(value) in self._known:
-                digest = self._known[id(value)][0]
-            elif id(value) in open_at:
-                digest = b"loop %d" % (len(stack) - open_at[id(value)])
-            else:
-                parts = value if isinstance(value, _Parts) else self._parts(value)
-                open_at[id(value)] = len(stack)
-                stack.append((value, parts, iter(parts.parts), []))
-                digest = b""
-            while stack:
-                top, parts, rest, done = stack[-1]
-                done += [digest] if digest else []
-                if (value := next(rest, _END)) is not _END:
-                    break
-                stack.pop()
-                del open_at[id(top)]
-                found = [repr(parts.label), *(done if parts.is_ordered else sorted(done))]
-                digest = hashlib.sha256(marshal.dumps(found, 2)).digest()
-                self._known[id(top)] = digest, top
-            else:
-                return digest
+        if (plain := _plain(value)) is not None:
+            return plain
+        if found := self._known.get(id(value)):
+            return found[0]
+        if id(value) in self._open:
+            return b"loop %d" % (len(self._open) - self._open[id(value)])
+        self._open[id(value)] = len(self._open)
+        try:
+            parts = value if isinstance(value, _Parts) else self._parts(value)
+            done = list(map(self._visit, parts.parts))
+        finally:
+            del self._open[id(value)]
+        digest = hashlib.sha256(marshal.dumps([repr(parts.label), *(done if parts.is_ordered else sorted(done))], 2))
+        self._known[id(value)] = digest.digest(), value
+        return digest.digest()
 
     def _parts(self, value: Any) -> _Parts:
         cls = type(value)
@@ -167,8 +157,6 @@ class Contents:
         body = _Parts("module", [sent])
         return self._note(name, "", module, body) or body
 
-
-_END = object()
 
 _METHODS = (types.FunctionType, staticmethod, classmethod, property)
 _COUNTED = ("__pydantic_fields__",)

@@ -129,8 +129,6 @@ class Submitter:
             train, args, kwargs, request.restart_on, is_alone=request.num_processes == 1
         )
         self._identity = dict(payload.identity(request.num_processes, template.code_version, request.code).parts)
-        # The trainer of a compatibility layer may continue runs by their names. That of a step is named by the step.
-        self._by_name = bool(getattr(train, "resumes_by_name", False)) and not template.generation
         self._sources = datasets.Sources(request.sources, engine)
         if isinstance(train, (list, tuple)) and template.hang_timeout:
             raise InvalidJobError(
@@ -208,7 +206,7 @@ class Submitter:
     def _asked(self, digests: Mapping[str, str]) -> Asked:
         """Returns the facts that decide about an existing run, given the checksums of the datasets."""
         parts = {**self._identity, **{f"{DATASET}{name}": digest for name, digest in digests.items()}}
-        return Asked(Identity.of(parts), self._request.template.generation, self._by_name)
+        return Asked(Identity.of(parts), self._request.template.generation)
 
     def _kept(self, before: Submission) -> dict[str, Any]:
         return datasets.of_earlier_try(before, self._request.sources, self._request.template.generation)
@@ -243,7 +241,7 @@ class Submitter:
             manifests, queries = self._sources.collect(own, kept, earlier)
             texts = {name: f"{query} {request.template.generation}".strip() for name, query in queries.items()}
             asked = self._asked({name: manifest.digest for name, manifest in manifests.items()} | texts)
-            if found and found.decision is Decision.RESUME and not asked.by_name:
+            if found and found.decision is Decision.RESUME:
                 # Only now all rows are known.
                 comparison = compare_job(found.job, asked)
                 decision = Decision.RESUME if comparison.same else Decision.FRESH
@@ -299,13 +297,15 @@ def record_end(own: Submission, error: BaseException) -> None:
     """Records that a submission has ended by an exception of its caller, unless a driver has begun."""
 
     def record() -> None:
-        what = f"{type(error).__name__}: {error}".rstrip(": ")
-        end: RankZeroError = EngineError(f"the driver could not be started: {what}")
+        what, state = f"{type(error).__name__}: {error}".rstrip(": "), "failed"
+        end = error if isinstance(error, RankZeroError) else EngineError(f"the driver could not be started: {what}")
         if not isinstance(error, Exception):
-            end = RunCancelledError(f"the caller was interrupted by {what} before the driver started")
+            end, state = (
+                RunCancelledError(f"the caller was interrupted by {what} before the driver started"),
+                "cancelled",
+            )
         if own.is_there() and (status := own.status()).driver_pid is None and not status.final:
             # A driver process that has started nevertheless finds the end, and exits.
-            state = "failed" if isinstance(end, EngineError) else "cancelled"
             own.finish(replace(status, state=state, error=end.to_json()))
 
     # A store may raise anything, which must not replace the exception, and one that does not answer must not keep a
