@@ -216,6 +216,17 @@ def test_a_function_of_a_dag_file_counts_by_its_source_and_what_it_refers_to(
     assert compared.differing == (() if is_same else ("train",))
 
 
+def test_an_edit_elsewhere_in_a_file_of_a_pipeline_in_a_package_ends_nothing(package: Path) -> None:
+    text = "import dagster\nfrom . import models\ndef train():\n    return models.VERSION\n"
+    write(package / "pipeline.py", text)
+    train = load_module(f"{package.name}.pipeline").train
+    before = identity_of(train, (), {}, 1)
+    write(package / "pipeline.py", f"{text}def other():\n    return 1\n")
+    assert identity_of(train, (), {}, 1) == before
+    write(package / "models.py", "def lazily():\n    from . import pipeline\n")
+    assert f"module {package.name}.pipeline" in dict(identity_of(train, (), {}, 1).parts)
+
+
 def test_a_function_counts_by_its_source_whatever_python_makes_of_it(dag: Callable[[str], Any]) -> None:
     with pytest.warns(SyntaxWarning):
         module = dag(TASK.replace("return x * RATE", '"""Scales."""\n    assert x is not 9\n    return x * RATE'))

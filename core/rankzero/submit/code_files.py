@@ -3,7 +3,7 @@
 The whole top-level package or module that the code imports, or that a text in it names, is sent, and those that its
 files import or name in turn. So are ``working_dir`` and ``py_files``. Never sent are files that ``.rankzeroignore`` of
 a folder names, hidden ones, those named like a key or a password, data files in folders that are no package, and
-installed modules, which the executors have.
+installed modules, which the executors have. A source that imports an orchestrator counts only if others import it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from rankzero.errors import InvalidJobError
 from rankzero.store import fingerprint
-from rankzero.submit.code_modules import NEVER_SHIPPED, package_of, spec_of, top_level_names
+from rankzero.submit.code_modules import NEVER_SHIPPED, ORCHESTRATORS, package_of, spec_of, top_level_names
 from rankzero.submit.code_source import Source, source_of_file
 
 logger = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ class Modules:
         self._bundle, self._first = Bundle(), needs.first
         self._seen: set[str] = set()
         self.counted: dict[str, str] = {}
-        waiting = self._roots_of(needs)
+        waiting, imported, aside = self._roots_of(needs), {*needs.modules}, dict[str, str]()
         while waiting:
             name = waiting.pop()
             others: list[str] = []
@@ -221,10 +221,16 @@ class Modules:
                 with contextlib.suppress(OSError):
                     module = file[:-3].removesuffix(os.sep + "__init__").replace(os.sep, ".")
                     source = source_of_file(path := self._bundle.files[file].path, package_of(module, path))
-                    self.counted[module] = source.digest
                     waiting |= self._roots_of(source)
+                    if ORCHESTRATORS.isdisjoint(each.partition(".")[0] for each in source.early):
+                        self.counted[module] = source.digest
+                        imported |= source.imports
+                    else:
+                        # Ranks get its functions by value.
+                        aside[module] = source.digest
             if others:
                 self.counted[f"{name} (data files)"] = self._bundle.digest(others)
+        self.counted |= {module: aside[module] for module in aside.keys() & imported}
         names = ", ".join(sorted({file.partition(os.sep)[0].partition(".")[0] for file in self._bundle.files}))
         self.zipped = self._bundle.zipped(f"the user modules {names}") if names else None
 

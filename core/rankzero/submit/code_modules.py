@@ -21,11 +21,11 @@ from typing import Any
 
 from rankzero.submit.code_source import source_of_file
 
-_ORCHESTRATORS = frozenset({"airflow", "dagster", "airflow_rankzero", "dagster_rankzero"})
+ORCHESTRATORS = frozenset({"airflow", "dagster", "airflow_rankzero", "dagster_rankzero"})
 # Found beside the user's modules in some layouts ($SPARK_HOME/python), and never the user's. The search for pip alone
 # makes setuptools fail to import in this process.
 _BESIDE = frozenset({"rankzero", "pip", "pyspark", "py4j", "torch", "numpy", "cloudpickle", "__main__", "__mp_main__"})
-NEVER_SHIPPED = _BESIDE | _ORCHESTRATORS | sys.stdlib_module_names
+NEVER_SHIPPED = _BESIDE | ORCHESTRATORS | sys.stdlib_module_names
 
 
 _PLACES = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -116,7 +116,7 @@ def _needs_orchestrator(name: str) -> bool:
     while waiting:
         name = waiting.pop()
         root = name.partition(".")[0]
-        if root in _ORCHESTRATORS:
+        if root in ORCHESTRATORS:
             return True
         # Importing a.b.c imports a and a.b first.
         for part in parents_of(name) if spec_of(root) else ():
