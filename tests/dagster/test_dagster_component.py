@@ -90,7 +90,7 @@ def test_a_folder_becomes_an_asset_whose_helpers_travel_and_dagster_does_not(
         assert value_of(result, "models__digits") == {"w": 4.0, "dagster": []}
     (made,) = result.asset_materializations_for_node("models__digits")
     params = RunHandle.attach(str(made.metadata["run_directory"].value)).params
-    assert (params["lr"], params["factor"], params["config.bias"]) == (0.5, 1, 1)
+    assert (params["lr"], params["factor"]) == (0.5, 1)
 
 
 def test_annotations_may_be_strings(sandbox: DefsFolderSandbox) -> None:
