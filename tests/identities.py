@@ -30,4 +30,4 @@ def identity_by(
     """Returns the identity of a training that a launcher submits in a chain of tries."""
     request = launcher._for(train)._request()
     submitter = Submitter(request, train, args, kwargs, detached=False)
-    return submitter._asked(submitter._sources.digests({}, generation)).identity
+    return submitter._asked(submitter._sources.digests({}, generation))

@@ -53,18 +53,6 @@ class Comparison:
         return not self.differing
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A request for a training, as far as it decides about an existing run."""
-
-    identity: Identity
-    generation: str = ""  # Name of the chain of tries that the orchestrator starts by itself: `Job.generation`
-
-    def repeats(self, generation: str) -> bool:
-        """Returns True if the orchestrator repeats a try of this generation by itself."""
-        return bool(generation) and self.generation == generation
-
-
 def compare(before: Identity, now: Identity, *, automatic: bool = False) -> Comparison:
     """Compares the training of a run with the requested one by their parts.
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from rankzero.errors import InvalidJobError
 from rankzero.store import fingerprint
-from rankzero.submit.code_modules import NEVER_SHIPPED, ORCHESTRATORS, package_of, spec_of, top_level_names
+from rankzero.submit.code_modules import NEVER_SHIPPED, ORCHESTRATORS, package_of, parents_of, spec_of, top_level_names
 from rankzero.submit.code_source import Source, source_of_file
 
 logger = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ class Modules:
         self._bundle, self._first = Bundle(), needs.first
         self._seen: set[str] = set()
         self.counted: dict[str, str] = {}
-        waiting, imported, aside = self._roots_of(needs), {*needs.modules}, dict[str, str]()
+        waiting, imported, aside = self._roots_of(needs), needs.modules | needs.texts, dict[str, str]()
         while waiting:
             name = waiting.pop()
             others: list[str] = []
@@ -224,13 +224,14 @@ class Modules:
                     waiting |= self._roots_of(source)
                     if ORCHESTRATORS.isdisjoint(each.partition(".")[0] for each in source.early):
                         self.counted[module] = source.digest
-                        imported |= source.imports
+                        imported |= source.imports | source.texts
                     else:
                         # Ranks get its functions by value.
                         aside[module] = source.digest
             if others:
                 self.counted[f"{name} (data files)"] = self._bundle.digest(others)
-        self.counted |= {module: aside[module] for module in aside.keys() & imported}
+        reached = {part for name in imported for part in parents_of(name)}
+        self.counted |= {module: aside[module] for module in aside.keys() & reached}
         names = ", ".join(sorted({file.partition(os.sep)[0].partition(".")[0] for file in self._bundle.files}))
         self.zipped = self._bundle.zipped(f"the user modules {names}") if names else None
 

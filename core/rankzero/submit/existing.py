@@ -16,9 +16,9 @@ from rankzero.errors import EngineError, InvalidJobError, RunNotFoundError
 from rankzero.host.processes import is_gone
 from rankzero.job import Job
 from rankzero.run.checkpoints import list_committed, list_folders, without_rows
-from rankzero.run.directory import RunDirectory, Submission, compare_job
+from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.handle import RunHandle
-from rankzero.run.identity import Asked, Comparison, Decision, decide, describe
+from rankzero.run.identity import Comparison, Decision, Identity, compare, decide, describe
 from rankzero.run.status import SHORTEST_PACE, RunStatus
 from rankzero.run.tries import PipelineTry
 from rankzero.values.pickled import Part
@@ -81,7 +81,12 @@ def unreadable(run: RunDirectory, error: RunNotFoundError) -> InvalidJobError:
     )
 
 
-def assess(own: Submission, asked: Asked, caller: PipelineTry | None = None) -> Existing:
+def is_repeated(job: Job, generation: str) -> bool:
+    """Returns True if the orchestrator repeats the try that submitted a job by itself: of one chain of tries."""
+    return bool(generation) and generation == job.generation
+
+
+def assess(own: Submission, asked: Identity, generation: str, caller: PipelineTry | None = None) -> Existing:
     """Returns what submitting a training under this run id would mean now.
 
     A driver on another host is polled until it shows a heartbeat or counts as dead. If the orchestrator of the caller,
@@ -96,14 +101,15 @@ def assess(own: Submission, asked: Asked, caller: PipelineTry | None = None) -> 
     if caller and delivered.receiver and not delivered.acknowledged and caller.has_accepted(delivered.receiver):
         delivered = replace(delivered, acknowledged=True)
         own.record_delivery(delivered)
-    comparison = compare_job(job, asked)
+    automatic = is_repeated(job, generation)
+    comparison = compare(Identity.of(job.identity_parts), asked, automatic=automatic)
     decision = decide(
         status.state,
         same_training=comparison.same,
         acknowledged=delivered.acknowledged,
         ending=ending,
         same_generation=caller is not None and delivered.acknowledged and caller.repeats(delivered.receiver),
-        automatic=asked.repeats(job.generation),
+        automatic=automatic,
     )
     if decision is Decision.DELIVER and status.result and not store.exists(own.result_path(status.result["uri"])):
         logger.warning("the result of run %s was deleted, so it resumes from its last checkpoint", own.run.directory)

@@ -33,9 +33,9 @@ from rankzero.errors import (
 from rankzero.host.processes import describe_process, this_process
 from rankzero.job import Job
 from rankzero.kinds import NumProcesses
-from rankzero.run.directory import RunDirectory, Submission, compare_job
+from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.handle import RunHandle
-from rankzero.run.identity import DATASET, Asked, Decision, Identity, describe
+from rankzero.run.identity import DATASET, Decision, Identity, compare, describe
 from rankzero.run.tries import PipelineTry
 from rankzero.submit import datasets, existing, pack
 from rankzero.submit.code_files import UserCode
@@ -203,10 +203,9 @@ class Submitter:
         existing.await_end(before)
         logger.warning("ended the run in %s: changed since: %s", directory, what)
 
-    def _asked(self, digests: Mapping[str, str]) -> Asked:
+    def _asked(self, digests: Mapping[str, str]) -> Identity:
         """Returns the facts that decide about an existing run, given the checksums of the datasets."""
-        parts = {**self._identity, **{f"{DATASET}{name}": digest for name, digest in digests.items()}}
-        return Asked(Identity.of(parts), self._request.template.generation)
+        return Identity.of({**self._identity, **{f"{DATASET}{name}": digest for name, digest in digests.items()}})
 
     def _kept(self, before: Submission) -> dict[str, Any]:
         return datasets.of_earlier_try(before, self._request.sources, self._request.template.generation)
@@ -217,7 +216,7 @@ class Submitter:
 
         def assess(assumed: Mapping[str, str] | None) -> Existing:
             asked = self._asked(self._sources.digests(kept, generation, assumed))
-            return existing.assess(before, asked, self._request.caller)
+            return existing.assess(before, asked, generation, self._request.caller)
 
         parts = before.job.identity_parts.items()
         found = assess({name.removeprefix(DATASET): digest for name, digest in parts if name.startswith(DATASET)})
@@ -239,14 +238,15 @@ class Submitter:
         own = Submission(run, job)
         try:
             manifests, queries = self._sources.collect(own, kept, earlier)
-            texts = {name: f"{query} {request.template.generation}".strip() for name, query in queries.items()}
-            asked = self._asked({name: manifest.digest for name, manifest in manifests.items()} | texts)
+            generation = request.template.generation
+            texts = {name: f"{query} {generation}".strip() for name, query in queries.items()}
+            identity = self._asked({name: manifest.digest for name, manifest in manifests.items()} | texts)
             if found and found.decision is Decision.RESUME:
                 # Only now all rows are known.
-                comparison = compare_job(found.job, asked)
+                automatic = existing.is_repeated(found.job, generation)
+                comparison = compare(Identity.of(found.job.identity_parts), identity, automatic=automatic)
                 decision = Decision.RESUME if comparison.same else Decision.FRESH
                 found = replace(found, decision=decision, comparison=comparison)
-            identity = asked.identity
             job = replace(job, identity=identity.digest, identity_parts=dict(identity.parts), queries=queries)
             files = {"payload.pkl": self._payload.data}
             sent = request.code.sent
