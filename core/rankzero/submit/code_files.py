@@ -230,7 +230,8 @@ class Modules:
                         aside[module] = source.digest
             if others:
                 self.counted[f"{name} (data files)"] = self._bundle.digest(others)
-        reached = {part for name in imported for part in parents_of(name)}
+        # There may be a million texts.
+        reached = {part for name in imported for part in parents_of(name)} if aside else set[str]()
         self.counted |= {module: aside[module] for module in aside.keys() & reached}
         names = ", ".join(sorted({file.partition(os.sep)[0].partition(".")[0] for file in self._bundle.files}))
         self.zipped = self._bundle.zipped(f"the user modules {names}") if names else None
