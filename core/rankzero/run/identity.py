@@ -96,6 +96,7 @@ def decide(
     acknowledged: bool,
     ending: bool = False,
     same_generation: bool = False,
+    by_name: bool = False,
     automatic: bool = False,
 ) -> Decision:
     """Decides what to do about an existing run. The first row that fits counts.
@@ -106,6 +107,7 @@ def decide(
     asked to stop             the same                               RESUME
     living, not so            the same; any, if automatic            ATTACH
     living                    any other                              FRESH
+    ended                     by name, except the next row's same    RESUME
     succeeded, not delivered  the same; any, if automatic            DELIVER
     succeeded, delivered      the same, in the chain that got it     DELIVER
     failed                    the same                               RESUME
@@ -119,6 +121,8 @@ def decide(
         if ending:
             return Decision.RESUME if same_training else Decision.FRESH
         return Decision.ATTACH if follows else Decision.FRESH
+    if by_name and (acknowledged or not same_training):
+        return Decision.RESUME
     if state == "succeeded" and not acknowledged:
         return Decision.DELIVER if follows else Decision.FRESH
     if not same_training or (acknowledged and not same_generation):

@@ -86,7 +86,7 @@ def is_repeated(job: Job, generation: str) -> bool:
     return bool(generation) and generation == job.generation
 
 
-def assess(own: Submission, asked: Identity, generation: str, caller: PipelineTry | None = None) -> Existing:
+def assess(own: Submission, asked: Identity, generation: str, caller: PipelineTry | None, *, by_name: bool) -> Existing:
     """Returns what submitting a training under this run id would mean now.
 
     A driver on another host is polled until it shows a heartbeat or counts as dead. If the orchestrator of the caller,
@@ -109,6 +109,7 @@ def assess(own: Submission, asked: Identity, generation: str, caller: PipelineTr
         acknowledged=delivered.acknowledged,
         ending=ending,
         same_generation=caller is not None and delivered.acknowledged and caller.repeats(delivered.receiver),
+        by_name=by_name,
         automatic=automatic,
     )
     if decision is Decision.DELIVER and status.result and not store.exists(own.result_path(status.result["uri"])):

@@ -129,6 +129,8 @@ class Submitter:
             train, args, kwargs, request.restart_on, is_alone=request.num_processes == 1
         )
         self._identity = dict(payload.identity(request.num_processes, template.code_version, request.code).parts)
+        # The trainer of a compatibility layer may continue runs by their names. That of a step is named by the step.
+        self._by_name = bool(getattr(train, "resumes_by_name", False)) and not template.generation
         self._sources = datasets.Sources(request.sources, engine)
         if isinstance(train, (list, tuple)) and template.hang_timeout:
             raise InvalidJobError(
@@ -216,7 +218,7 @@ class Submitter:
 
         def assess(assumed: Mapping[str, str] | None) -> Existing:
             asked = self._asked(self._sources.digests(kept, generation, assumed))
-            return existing.assess(before, asked, generation, self._request.caller)
+            return existing.assess(before, asked, generation, self._request.caller, by_name=self._by_name)
 
         parts = before.job.identity_parts.items()
         found = assess({name.removeprefix(DATASET): digest for name, digest in parts if name.startswith(DATASET)})
@@ -241,7 +243,7 @@ class Submitter:
             generation = request.template.generation
             texts = {name: f"{query} {generation}".strip() for name, query in queries.items()}
             identity = self._asked({name: manifest.digest for name, manifest in manifests.items()} | texts)
-            if found and found.decision is Decision.RESUME:
+            if found and found.decision is Decision.RESUME and not self._by_name:
                 # Only now all rows are known.
                 automatic = existing.is_repeated(found.job, generation)
                 comparison = compare(Identity.of(found.job.identity_parts), identity, automatic=automatic)

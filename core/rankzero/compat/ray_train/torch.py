@@ -126,6 +126,11 @@ class TorchTrainer:
         given = {"run_id": self.run_config.name, "store": self.run_config.storage_path}
         return {name: value for name, value in given.items() if value}
 
+    @property
+    def resumes_by_name(self) -> bool:
+        """Returns True if the run has a name: as in Ray, it resumes the run of that name, whatever has changed."""
+        return self.run_config.name is not None
+
     def __call__(self) -> Any:
         """Creates the process group and calls the training function, in one worker."""
         device = get_device()
