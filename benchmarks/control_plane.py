@@ -50,18 +50,15 @@ class SimulatedEngine(LocalEngine):
 class SimulatedSession(EngineSession):
     """As many agents as ranks."""
 
-    bind_host = driver_host = "127.0.0.1"
+    place = "the simulation"
+    bind_host = "127.0.0.1"
 
     def __init__(self, job: Job, directory: str) -> None:
         self._job = job
+        self.driver_hosts = [self.bind_host]
         self._processes = [start_process(directory, number) for number in range(PROCESSES)]
         for process in self._processes:
             process.stdout.readline()
-
-    @property
-    def place(self) -> str:
-        """Its name in messages."""
-        return "the simulation"
 
     def slots(self) -> int:
         """As many as the job needs."""

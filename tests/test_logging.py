@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import logging.config
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 
 import pytest
@@ -51,11 +48,6 @@ def test_a_level_silences_lines(
     assert printed(capsys) == LINES[len(LINES) - count :]
 
 
-def test_a_filter_silences_lines(ranks: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    ranks.addFilter(lambda record: record.getMessage().startswith("[0]"))
-    assert printed(capsys) == LINES[:1]
-
-
 def test_a_handler_gets_lines_with_level_and_run(
     ranks: logging.Logger, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -64,38 +56,6 @@ def test_a_handler_gets_lines_with_level_and_run(
     levels = [logging.INFO, logging.WARNING, logging.ERROR]
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == list(zip(levels, LINES, strict=True))
     assert {vars(record)["run_id"] for record in caplog.records} == {"nightly"}
-
-
-def test_a_formatter_and_a_level_of_the_printer_count(
-    ranks: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # pytest adds handlers to loggers that do not propagate.
-    ranks.handlers[:] = [printer] = ranks.handlers[:1]
-    monkeypatch.setattr(printer, "formatter", logging.Formatter("%(run_id)s %(message)s"))
-    assert printed(capsys) == [f"nightly {line}" for line in LINES]
-    monkeypatch.setattr(printer, "level", logging.ERROR)
-    assert printed(capsys) == [f"nightly {LINES[-1]}"]
-
-
-def test_lines_that_propagate_reach_the_root_logger(
-    ranks: logging.Logger, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    ranks.handlers[:] = ranks.handlers[:1]
-    ranks.propagate = True
-    assert printed(capsys) == LINES
-    assert caplog.messages == LINES
-
-
-def test_handlers_from_before_the_import_stay() -> None:
-    script = """
-        import logging, sys
-        logging.getLogger("rankzero.ranks").addHandler(logging.StreamHandler(sys.stderr))
-        logging.basicConfig(level="INFO", stream=sys.stderr, format="root: %(message)s")
-        from rankzero.run.printing import print_line
-        print_line("[0] begins")
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("", "[0] begins\nroot: [0] begins\n")
 
 
 @pytest.mark.parametrize("level", [15, 5])

@@ -73,7 +73,7 @@ def test_a_misspelt_option_is_named_with_the_right_one() -> None:
         (lambda: SparkEngine("sc://host/;token=secret1"), r"give SparkConnectEngine\('sc://host/;\.\.\.'\)"),
         (lambda: SparkEngine("spark//host;token=secret1"), r"master is 'spark//host;\.\.\.'; use local"),
         (lambda: SparkEngine("spark://host"), r"use .*spark://host:port"),
-        (lambda: SparkEngine(object()), "master is 'a object'"),
+        (lambda: SparkEngine(object()), "master is '<object object"),
         (lambda: Launcher(dataset={"rows": bytearray(b"secret")}), "'rows' is of type bytearray; give a Spark"),
     ],
 )

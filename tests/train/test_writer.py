@@ -109,7 +109,7 @@ def test_a_copy_that_does_not_fit_into_memory_is_a_part_that_failed(
     def take(*_: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(formats, "write_to", take)
+    monkeypatch.setattr(formats, "dump", take)
     sent: list[Any] = []
     parts = Parts(Start(str(tmp_path), run_token="", shared=True, scratch=""), str)
     writer = CheckpointWriter(parts, 1, 0, 1, sent.append)

@@ -199,7 +199,6 @@ class Part(Message):
     Attributes:
         index: Number of the checkpoint within the attempt.
         shared: True if ``path`` is in the run directory or its object store.
-        pieces: Index of a sharded state.
         has_result: True if this rank had set the value of the run by then: `rankzero.train.set_result`.
         upload: Name under which the agent sends the part over the channel.
     """
@@ -215,7 +214,6 @@ class Part(Message):
     sharded: bool
     metrics: dict[str, Any]
     time: float
-    pieces: str | None = None
     has_result: bool = False
     upload: str | None = None
 

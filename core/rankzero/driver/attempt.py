@@ -231,14 +231,11 @@ class Attempt:
 
     def _note_start(self) -> None:
         """Records that every rank has started."""
-        assert self._group is not None
         now, watch, recorder = time.monotonic(), self._run.watch, self._run.recorder
         self._agents.hangs.begin(now)
         watch.started_at = watch.started_at or now
         recorder.note_phase("running")
         recorder.update(state="running", phase="running", started=recorder.status.started or time.time())
-        # The connection to Spark may break from now on. One to an agent that breaks is not made again.
-        self._group.tolerate_outage()
 
     async def _check_run(self, now: float) -> None:
         """Raises HangError if the ranks wait for each other and always will."""

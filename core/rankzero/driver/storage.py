@@ -20,7 +20,7 @@ from rankzero.driver.commits import Committer, NotOwnerError
 from rankzero.driver.ending import Facts
 from rankzero.driver.tables import remove_rows
 from rankzero.errors import ResultError
-from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES, Manifest
+from rankzero.run.checkpoints import FOLDER, MANIFEST, Manifest
 from rankzero.run.directory import Submission
 from rankzero.task.scratch import lock_directory, make_scratch, scratch_root
 from rankzero.values.ref import ResultRef
@@ -203,7 +203,7 @@ def files_of(checkpoint: Manifest | None) -> dict[str, str]:
     if checkpoint is None:
         return {}
     files = {rank: part["file"] for rank, part in checkpoint.parts.items()}
-    files |= {"manifest": MANIFEST, "pieces": PIECES}
+    files["manifest"] = MANIFEST
     return {f"checkpoint-{name}": store.join(checkpoint.folder, file) for name, file in files.items()}
 
 

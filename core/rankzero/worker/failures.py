@@ -19,9 +19,8 @@ from typing import Any
 
 from rankzero.advice import advised
 from rankzero.channel.messages import Failed
-from rankzero.errors import RetryableError
+from rankzero.errors import RetryableError, encodable
 from rankzero.job import qualified_name
-from rankzero.texts import encodable
 
 MESSAGE_LIMIT = 16 << 10
 """Most characters of an exception's text that are sent."""

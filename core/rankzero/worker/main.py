@@ -282,7 +282,8 @@ def _commit(value: object, start: messages.Start, files: Parts) -> messages.Fini
     if file_format == formats.JSON and size <= INLINE_LIMIT:
         result["value"] = value
         return messages.Finished(time.time(), result)
-    summary |= _view(value)
+    if size < 100 * INLINE_LIMIT:
+        summary |= _view(value)
     if size > INLINE_LIMIT and (url := files.upload_value(path, f"value-{start.context['attempt']}.{file_format}")):
         os.unlink(path)
         result["path"] = url
@@ -295,9 +296,7 @@ def _view(value: object) -> dict[str, Any]:
 
     # Number types of the user may raise anything, and the training has already succeeded.
     with contextlib.suppress(Exception):
-        view = plain_view(value, INLINE_LIMIT // 2)
-        if len(json.dumps(view)) <= INLINE_LIMIT:
-            return {"value": view}
+        return {"value": plain_view(value, INLINE_LIMIT)}
     return {}
 
 
