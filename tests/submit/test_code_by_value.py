@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import os
 import secrets
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +17,6 @@ import pytest
 from tests.identities import identity_of
 from tests.loading import load_module
 
-from rankzero import Launcher
 from rankzero.run.identity import compare
 
 IMPORTS_AIRFLOW = "if not __name__:\n    import airflow\n"
@@ -191,58 +189,3 @@ def test_a_module_with_a_made_up_name_counts_whatever_its_name(
         spec.loader.exec_module(module)
         identities.append(identity_of(job.train, (0.1, functools.partial(module.Model)), {}, 2))
     assert identities[0] == identities[1]
-
-
-CLASSES = f"""{IMPORTS_AIRFLOW}
-import dataclasses, enum
-
-class Verdict(enum.Enum):
-    GOOD = "good"
-    BAD = "bad"
-
-@dataclasses.dataclass
-class Fitted:
-    verdict: Verdict
-
-    class Part:
-        pass
-
-def other(number):
-    class Fitted:
-        depth = number
-    return Fitted(), dataclasses.make_dataclass("Fitted", [], namespace=dict(depth=number))()
-
-def train():
-    return Verdict.BAD, Fitted(Verdict.GOOD), Fitted.Part(), [*other(3), *other(4)]
-
-def is_same(values):
-    verdict, fitted, part, others = values
-    is_known = verdict is Verdict.BAD and type(fitted) is Fitted and fitted.verdict is Verdict.GOOD
-    return [is_known, type(part) is Fitted.Part, [(type(x) is Fitted, x.depth) for x in others] == OTHERS]
-
-OTHERS = [(False, 3), (False, 3), (False, 4), (False, 4)]
-"""
-
-ELSEWHERE = """
-import pickle, sys
-from rankzero import Launcher, RunHandle
-job, run, store = sys.argv[1:]
-job, handle = __import__(job), RunHandle.attach(run)
-value = handle.result()
-print(job.is_same(value), job.is_same((*pickle.loads(pickle.dumps(value[:3])), value[3])))
-print(Launcher(1, store=store).run(job.is_same, handle.result_ref()), "in a rank, which has not imported the module")
-"""
-
-
-def test_a_value_has_the_classes_of_its_module_wherever_it_is_loaded(
-    written: Callable[..., list[Any]], tmp_path: Path
-) -> None:
-    job = written("", CLASSES)[1]
-    launcher = Launcher(1, store=str(tmp_path / "runs"))
-    handle = launcher.submit(job.train)
-    assert job.is_same(handle.result()) == [True] * 3
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", ELSEWHERE, job.__name__, handle.directory, launcher.store]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    said = [f"{[True] * 3} {[True] * 3}", f"{[True] * 3} in a rank, which has not imported the module"]
-    assert done.stdout.splitlines() == said, done.stderr

@@ -128,7 +128,7 @@ def test_two_of_one_name_are_refused(launcher: Launcher, tmp_path: Path, name: s
         ({"working_dir": "/no/such/place"}, "working_dir='/no/such/place' is no directory"),
         ({"py_files": ["/no/such.py"]}, "py_files has '/no/such.py'"),
         ({"py_files": "one.py"}, "py_files is 'one.py'; give a list"),
-        ({"working_dir": 3}, "working_dir has 3"),
+        ({"working_dir": 3}, "working_dir is 3; give a path"),
     ],
 )
 def test_refusals(options: dict[str, Any], words: str) -> None:
