@@ -321,7 +321,6 @@ class Launcher(Options):
         from rankzero.submit.code_files import UserCode
         from rankzero.submit.pack import pack_trackers
         from rankzero.submit.start import Request
-        from rankzero.worker import log_level
 
         if self.restart_on and not self.max_restarts:
             logger.warning("restart_on=%r restarts nothing, since max_restarts is 0", self.restart_on)
@@ -329,7 +328,7 @@ class Launcher(Options):
         least, most = world_bounds(world)
         own = {each.name: getattr(self, each.name) for each in fields(Job) if each.name in TABLE}
         env = dict(self.env or {})
-        env |= log_level.environment(env) | bounds.environment(env)
+        env |= bounds.environment(env)
         decided = {
             "run_id": self.run_id or "",
             "num_processes": most,

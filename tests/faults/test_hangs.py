@@ -1,6 +1,5 @@
 """A run in which nothing moves ends, and the error says where every rank stood."""
 
-import json
 import os
 import signal
 import time
@@ -73,7 +72,6 @@ def lose_time() -> None:
     ],
 )
 def test_a_hang_says_where_each_rank_stood(launcher: Launcher, marker: str, how: str, words: str) -> None:
-    """Without torch's flight recorder, which the next test switches on."""
     launcher = launcher.options(hang_timeout=HANG_TIMEOUT, run_id="hangs")
     with pytest.raises(HangError) as caught:
         launcher.run(wait_for_peers, how)
@@ -91,7 +89,6 @@ def test_a_hang_says_where_each_rank_stood(launcher: Launcher, marker: str, how:
     lines = list(handle.logs(rank=1))
     assert any(line.startswith("Thread 0x") for line in lines) == (how == "restored")
     assert any(words in line for line in lines)
-    assert not Path(handle.directory, "flight").exists()
 
 
 def test_a_hang_can_be_tried_again_and_leaves_what_torchs_flight_recorder_knows(launcher: Launcher) -> None:
@@ -104,10 +101,6 @@ def test_a_hang_can_be_tried_again_and_leaves_what_torchs_flight_recorder_knows(
     assert any(line.startswith("Thread 0x") for line in handle.logs(rank=1))
     lines = [line for line in handle.logs(rank=0) if line.startswith("rankzero: flight recorder: ")]
     assert any("not completed: gloo:all_reduce #1" in line for line in lines), lines
-    files = sorted(Path(handle.directory, "flight", "attempt-0").iterdir())
-    assert [file.name for file in files] == ["rank-0.json"]
-    found = json.loads(files[0].read_bytes())
-    assert [entry["profiling_name"] for entry in found["entries"]] == ["gloo:all_reduce"]
 
 
 def test_steps_and_reports_are_progress(launcher: Launcher) -> None:
@@ -163,7 +156,6 @@ def test_a_hang_of_nccl_leaves_its_flight_recorders_dump(launcher: Launcher) -> 
     handle = launcher.find()
     assert handle is not None
     assert any(line.startswith("rankzero: flight recorder: process group") for line in handle.logs(rank=0))
-    assert Path(handle.directory, "flight", "attempt-0", "rank-0.json").exists()
 
 
 def lose_memory() -> None:

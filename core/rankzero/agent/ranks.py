@@ -16,7 +16,7 @@ from typing import IO, Any
 from rankzero.agent.output import Outbox, RankOutput, is_own_frame
 from rankzero.channel import messages
 from rankzero.channel.messages import Decoder, Message, encode
-from rankzero.host import forked
+from rankzero.host import forks
 from rankzero.host.network import socket_environment
 from rankzero.host.processes import cpu_seconds, process_state, signal_main_thread
 from rankzero.worker import main as worker
@@ -161,10 +161,10 @@ def _start_worker(
     if "torch" in sys.modules:
 
         def main() -> None:
-            forked.forget()
+            forks.forget()
             worker.main(control, stack, agent, config["exit_timeout"])
 
-        return forked.fork(
+        return forks.fork(
             main,
             env=environment(config),
             stdio=stdio,

@@ -1,8 +1,9 @@
 """The agent's main loop: starts the workers of one task, forwards their messages and output, and ends them.
 
-One event loop, and one thread that reads large files. The agent ends when the driver asks for it, when the driver is
-lost for good, or when the task process that started it has exited (end of file on standard input, and a pidfd where
-there is one). It always ends every descendant. The driver's `Assign` numbers the ranks; until then they import torch.
+One event loop, and threads that read large files and sample the host. The agent ends when the driver asks for it, when
+the driver is lost for good, or when the task process that started it has exited (end of file on standard input, and a
+pidfd where there is one). It always ends every descendant. The driver's `Assign` numbers the ranks; until then they
+import torch.
 """
 
 from __future__ import annotations
@@ -197,11 +198,12 @@ class Agent:
             rank.send(rank.stack(quiet=quiet))
 
     async def _sample_usage(self) -> None:
+        thread = ActionThread("rankzero-usage")
         usage = UsageSampler(use_gpu=self._config["use_gpu"], now=time.monotonic())
         while True:
             await asyncio.sleep(usage.next_at - time.monotonic())
-            if sample := usage.sample(time.monotonic()):
-                self._outbox.send(messages.Usage(sample))
+            sample = await reply_of(thread.submit(lambda: usage.sample(time.monotonic())))
+            self._outbox.send(messages.Usage(sample))
 
     # -- ending --------------------------------------------------------------------------------
 
@@ -286,16 +288,16 @@ def _locked(directory: str) -> int:
 
 
 def main() -> None:
-    """Entry point of the agent process; its configuration is one line of JSON on standard input."""
+    """Entry point of an agent without a zygote; its configuration is one line of JSON on standard input."""
+    if not (line := sys.stdin.readline()):
+        sys.exit("the process that started this agent died before it sent the configuration")
+    run(json.loads(line))
+
+
+def run(config: dict[str, Any]) -> None:
+    """Runs an agent in this process, whose standard input ends when the process that holds it lets go of it."""
     settle_signals()
-    line = b""
-    while not line.endswith(b"\n"):
-        piece = os.read(sys.stdin.fileno(), READ_SIZE)
-        if not piece:
-            sys.exit("the process that started this agent died before it sent the configuration")
-        line += piece
     allow_open_files()
-    config = json.loads(line)
     os.environ.update(bounds.environment(config["env"]))
     agent = Agent(config)
     try:

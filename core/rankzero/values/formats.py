@@ -64,7 +64,7 @@ def dump(value: object, file_format: str, file: IO[bytes] | digests.HashedFile) 
         import torch
 
         try:
-            torch.save(value, file, pickle_module=tensors.TorchPickle, pickle_protocol=2)  # type: ignore[arg-type]
+            torch.save(value, file, pickle_module=tensors.TorchPickle, pickle_protocol=2)
         except RuntimeError as error:
             # torch's own error about a file that it could not finish hides that of the file.
             raise error.__context__ or error from None

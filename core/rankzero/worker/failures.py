@@ -142,12 +142,7 @@ def install_restart_on(pickled: bytes | None) -> None:
 
 
 def what_matches(error: BaseException, text: str) -> str | None:
-    """Returns the name of the entry of the job's ``restart_on`` that matches an exception; None if none does.
-
-    Args:
-        error: The exception of the user's code.
-        text: Its type and message, as shown to the user.
-    """
+    """Returns the name of the entry of the job's ``restart_on`` that matches an exception; None if none does."""
     if _restart_on is None:
         return None
     try:

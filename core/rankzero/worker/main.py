@@ -1,21 +1,7 @@
 """Main function of one rank: imports torch, receives ``start`` from the agent, calls the user's code, commits.
 
-Messages between rank and agent, in their order ("<-" is received by the rank)::
-
-    ready            torch is imported
-    <- start         rank, environment, path of the payload
-    rendezvous       rank 0 only: the port that it bound
-    <- go            addresses of rank 0: MASTER_ADDR and MASTER_PORT
-    entered          times of process start, torch import, and call of the user's code
-    beat             every few seconds, from a thread: progress so far
-    metric           rows of reports, several at a time
-    checkpoint-kind  with the first checkpoint: whether this rank's are sharded
-    checkpoint       this rank has written its part of a checkpoint
-    <- checkpoint    a checkpoint was committed
-    returned         the user's code has returned
-    commit | failure the outcome, sent before exit handlers run
-
-When a rank hangs, it dumps torch's flight recorder: a summary of its collectives to the log, all entries to a file.
+`rankzero.channel.messages` lists what rank and agent send each other, in its order.
+When a rank hangs, it writes its stacks and what torch's flight recorder has to its log.
 """
 
 from __future__ import annotations
@@ -24,21 +10,20 @@ import contextlib
 import faulthandler
 import importlib
 import io
-import itertools
 import json
 import os
 import signal
 import socket
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Set
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from rankzero.channel import messages
 from rankzero.errors import ResultError
+from rankzero.host import forks
 from rankzero.host.processes import caught_signals, end_with_parent, settle_signals
-from rankzero.worker import failures, log_level, rendezvous
+from rankzero.worker import failures, rendezvous
 from rankzero.worker.call import call, run_exit_handlers
 from rankzero.worker.control import Control, out_of_reach
 
@@ -57,11 +42,12 @@ _CRASHES = frozenset({signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGB
 INLINE_LIMIT = 64 << 10
 """Most bytes of JSON of a value that is sent inside the commit message."""
 
-_MOST_EXAMINED = 1000
-"""Items of a returned container that are examined."""
-
 _AGENT_S = f"{os.sep}rankzero-agent-"
 """Part of each path below an agent's directories, one of which is a rank's ``TMPDIR``."""
+
+_RECORDERS = ("nccl", "fr")
+_COLLECTIVES_SHOWN = 20
+"""Most uncompleted collectives of the flight recorder that the log shows: the last ones."""
 
 _LOST_RESULT = (
     "the run has lost its value: an attempt before this one called rankzero.train.set_result, and this attempt, which "
@@ -100,8 +86,7 @@ def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) ->
         # rendezvous store.
         control.ended.wait()
         run_exit_handlers(exit_timeout)
-    _flush()
-    os._exit(outcome.exit_code or 1 if isinstance(outcome, messages.Failed) else 0)
+    forks.leave(outcome.exit_code or 1 if isinstance(outcome, messages.Failed) else 0)
 
 
 def _work(
@@ -118,7 +103,9 @@ def _work(
     from rankzero.train import context, parts
     from rankzero.train import writer as writers
 
-    start.context["backend"] = _backend(start.context["backend"], context.accelerator)
+    if start.context["backend"] == "nccl" and context.accelerator() == "xpu":
+        # Of Intel's GPUs.
+        start.context["backend"] = "xccl"
     world = context.TrainContext(**start.context)
     files = parts.Parts(start, control.fetch)
     writer = writers.CheckpointWriter(files, world.attempt, world.rank, world.world_size, control.send, control.flush)
@@ -130,14 +117,13 @@ def _work(
         control.send(messages.Rendezvous(rendezvous.bind(start)))
     has_made_group = rendezvous.guard_groups()
     rendezvous.meet(control.expect(messages.Go), start.context["rank"])
-    control.listen(lambda message: _dump(start) if isinstance(message, messages.Dump) else writer.on_message(message))
+    control.listen(lambda message: _dump() if isinstance(message, messages.Dump) else writer.on_message(message))
     if start.context["backend"] == "nccl" and not torch.cuda.is_available():
         raise RuntimeError(
             f"use_gpu=True and this task was given the GPUs {os.environ['CUDA_VISIBLE_DEVICES']!r}, but torch "
             f"{torch.__version__} cannot use CUDA on {socket.gethostname()}: install a CUDA build of torch and "
             'a driver, or choose backend="gloo"'
         )
-    log_level.apply()
     _count_optimizer_steps(session)
 
     def count_progress() -> int:
@@ -165,8 +151,9 @@ def _work(
         if start.context["rank"] == 0 and writer.had_result and not session.has_result:
             raise ResultError(_LOST_RESULT)
         value = session.result
-    for path in _paths_that_go(value):
-        print(f"rankzero: {path}, which is returned, is deleted with the run: return what it holds, or report it")
+    for item in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(item, (str, os.PathLike)) and _AGENT_S in str(item) and os.path.exists(item):
+            print(f"rankzero: {item}, which is returned, is deleted with the run: return what it holds, or report it")
     return _commit(value, start, files)
 
 
@@ -190,56 +177,42 @@ def _write_stacks(stack_fd: int, caught: Set[int]) -> None:
         faulthandler.enable(file=2, all_threads=False)
 
 
-def _paths_that_go(value: Any) -> list[str]:
-    """Returns the paths in a returned value that are deleted with the run, such as those of `tempfile`.
-
-    Args:
-        value: The value that the training function returned; containers are examined one level deep.
-    """
-    found = (os.fspath(item) for item in _items_of(value) if isinstance(item, (str, os.PathLike)))
-    return [path for path in found if isinstance(path, str) and _AGENT_S in path and os.path.exists(path)]
-
-
-def _items_of(value: Any) -> Iterator[Any]:
-    if type(value) is dict:
-        return itertools.islice(value.values(), _MOST_EXAMINED)
-    if type(value) in (list, tuple):
-        return itertools.islice(value, _MOST_EXAMINED)
-    return iter([value])
-
-
 def _leave_fork(error: BaseException | None) -> NoReturn:
     """Exits a process that the rank has forked and in which the training function has ended: it is no rank."""
-    code = 0
-    if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    elif error is not None:
-        code = 1
-        traceback.print_exception(error)
-    else:
+    if error is None:
         sys.stderr.write(f"rankzero: process {os.getpid()}, forked by this rank, has left the training function\n")
-    _flush()
-    os._exit(code)
+    forks.leave(forks.exit_code(error) if error else 0)
 
 
-def _backend(asked: str | None, accelerator: Callable[[], str | None]) -> str | None:
-    """Returns the backend for this host's accelerator: "xccl" instead of "nccl" on Intel GPUs."""
-    return "xccl" if asked == "nccl" and accelerator() == "xpu" else asked
-
-
-def _dump(start: messages.Start) -> None:
+def _dump() -> None:
     """Writes the stacks of all threads and the state of the collectives of a hanging rank to its log."""
     # No other thread runs meanwhile, since this one has the GIL.
     faulthandler.dump_traceback(file=2, all_threads=True)
-    context = start.context
-    place = context["storage_path"]
-    directory = os.path.join(place, "flight", f"attempt-{context['attempt']}") if place else None
     try:
-        lines = _dump_flight(directory, context["rank"])
+        lines = _flight_recorder()
     except Exception as error:
-        lines = [f"rankzero: flight recorder: {type(error).__name__}: {error}"]
+        lines = [f"{type(error).__name__}: {error}"]
     # Not by sys.stderr: a thread that hangs may have its lock.
-    os.write(2, "".join(f"{line}\n" for line in lines).encode(errors="replace"))
+    os.write(2, "".join(f"rankzero: flight recorder: {line}\n" for line in lines).encode(errors="replace"))
+
+
+def _flight_recorder() -> list[str]:
+    """Returns lines with each process group and the last uncompleted collectives; none if torch records nothing."""
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_initialized():
+        return []
+    for name in _RECORDERS:
+        as_json = getattr(sys.modules["torch._C"]._distributed_c10d, f"_dump_{name}_trace_json", None)
+        found = json.loads(as_json()) if as_json else {}
+        if entries := found.get("entries"):
+            lines = [f"process group {group}: {status}" for group, status in found.get("pg_status", {}).items()]
+            waiting = [entry for entry in entries if not entry.get("retired")]
+            return lines + [
+                f"not completed: {entry.get('profiling_name')} #{entry.get('collective_seq_id')} of "
+                f"{entry.get('process_group')}, {entry.get('state')}, sizes {entry.get('input_sizes')}"
+                for entry in waiting[-_COLLECTIVES_SHOWN:]
+            ]
+    return []
 
 
 def _count_optimizer_steps(session: Any) -> None:
@@ -298,73 +271,3 @@ def _view(value: object) -> dict[str, Any]:
     with contextlib.suppress(Exception):
         return {"value": plain_view(value, INLINE_LIMIT)}
     return {}
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-
-
-_COLLECTIVES_SHOWN = 20
-"""Most uncompleted collectives in the summary; the last ones are shown."""
-
-_RECORDERS = ("nccl", "fr")
-
-
-def _dump_flight(directory: str | None, rank: int) -> list[str]:
-    """Writes the recorder's entries to a file and summarizes them.
-
-    Args:
-        directory: Directory for the files of all ranks; None where this rank does not see the run directory.
-        rank: The rank, which is part of the file's name.
-
-    Returns:
-        Lines for the rank's log; empty if torch has no recorder or it is switched off.
-    """
-    c10d = getattr(sys.modules.get("torch._C"), "_distributed_c10d", None)
-    dist: Any = sys.modules.get("torch.distributed")
-    if c10d is None or dist is None or not dist.is_initialized():
-        return []
-    for name in _RECORDERS:
-        as_json = getattr(c10d, f"_dump_{name}_trace_json", None)
-        data = as_json() if as_json else b"{}"
-        found = json.loads(data)
-        if found.get("entries"):
-            lines = _describe_flight(found)
-            if directory:
-                path = _write_flight(directory, rank, data.encode() if isinstance(data, str) else data)
-                lines.append(f"rankzero: flight recorder: all of it is in {path}")
-            return lines
-    return []
-
-
-def _describe_flight(found: dict[str, Any]) -> list[str]:
-    """Returns lines with the state of each process group and the last uncompleted collectives.
-
-    Args:
-        found: The recorder's content, decoded from its JSON.
-    """
-    lines = [
-        f"rankzero: flight recorder: process group {group}: enqueued up to #{status.get('last_enqueued_collective')}, "
-        f"started up to #{status.get('last_started_collective')}, completed up to "
-        f"#{status.get('last_completed_collective')}"
-        for group, status in found.get("pg_status", {}).items()
-    ]
-    waiting = [entry for entry in found["entries"] if not entry.get("retired")]
-    lines += [
-        f"rankzero: flight recorder: not completed: {entry.get('profiling_name')} "
-        f"#{entry.get('collective_seq_id')} of {' '.join(map(str, entry.get('process_group', ())))}, "
-        f"{entry.get('state')}, sizes {entry.get('input_sizes')}"
-        for entry in waiting[-_COLLECTIVES_SHOWN:]
-    ]
-    return lines
-
-
-def _write_flight(directory: str, rank: int, data: bytes) -> str:
-    os.makedirs(directory, exist_ok=True)
-    path = os.path.join(directory, f"rank-{rank}.json")
-    with open(f"{path}.part", "wb") as file:
-        file.write(data)
-    os.replace(f"{path}.part", path)
-    return path
