@@ -297,14 +297,12 @@ def mask_secrets(pairs: Mapping[str, Any]) -> None:
 
 
 def train_beside(folder: str, train: Any) -> Any:
-    """Returns ``train`` with the path of a script as an absolute one, and files in a command by their relative paths.
+    """Returns ``train`` with the path of a script as an absolute one; a command unchanged.
 
     Args:
         folder: The folder of the DAG file.
         train: The rendered argument.
     """
-    if isinstance(train, (list, tuple)):
-        return [_word_beside(folder, word, is_program=number == 0) for number, word in enumerate(train)]
     is_module = isinstance(train, str) and (train.startswith("-m ") or (":" in train and os.sep not in train))
     return train if is_module or not isinstance(train, (str, os.PathLike)) else path_beside(folder, train)
 
@@ -334,11 +332,3 @@ def dataset_beside(folder: str, dataset: Any) -> Any:
 
     found = path_beside(folder, dataset)
     return found if datasets.is_path(dataset) or os.path.exists(found) else dataset
-
-
-def _word_beside(folder: str, word: Any, *, is_program: bool) -> Any:
-    """Returns a word of a command: still a relative path, by which the file travels."""
-    is_path = isinstance(word, str) and not os.path.isabs(word) and (os.sep in word or not is_program)
-    if is_path and os.path.isfile(os.path.join(folder, word)):
-        return os.path.join(os.curdir, os.path.relpath(os.path.join(folder, word)))
-    return word

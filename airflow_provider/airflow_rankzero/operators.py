@@ -144,7 +144,6 @@ class TorchDistributorOperator(BaseOperator):
         code_version: str | None = None,
         working_dir: str | os.PathLike[str] | None = None,
         py_files: Sequence[str | os.PathLike[str]] = (),
-        excludes: Sequence[str] = (),
         trackers: Sequence[Tracker] = (),
         # The end of these options.
         **kwargs: Any,

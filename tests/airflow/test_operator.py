@@ -101,6 +101,7 @@ def test_a_command_is_a_task_with_its_files_beside_the_dag(dag: Any, run_dag: Ru
         train=["bash", "-c", line, Path(__file__).name, "--lr={{ params.lr }}"],
         op_args=["${local_rank}"],
         env={"OUT": str(tmp_path / "out")},
+        working_dir=".",
         num_processes=1,
         store=tmp_path / "store",
         conn_id="here",
