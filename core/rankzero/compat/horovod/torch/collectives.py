@@ -46,12 +46,6 @@ class Compression:
     none, fp16 = Compressor, FP16Compressor
 
 
-_REDUCIBLE = {
-    torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
-    torch.float64, torch.complex64, torch.complex128,
-}  # fmt: skip
-
-
 def poll(handle: Request | Sequence[Request]) -> bool:
     """Returns True if the operations have ended, and their results are in the tensors."""
     return handle.poll() if isinstance(handle, Request) else all(one.poll() for one in handle)
@@ -87,6 +81,8 @@ def issue(
     for tensor in tensors:
         if kind in ("allgather", "alltoall", "reducescatter") and not tensor.dim():
             raise ValueError(f"{kind} takes tensors with a first dimension, not a scalar")
+        if kind in ("allreduce", "broadcast") and (tensor.is_conj() or tensor.is_neg()):
+            raise ValueError("the memory of a view by conj() or imag has no place for results: clone() it")
         # Numbers of rows may differ between ranks.
         shape = tuple(tensor.shape)[1 if kind in ("allgather", "alltoall") else 0 :]
         metas.append(Meta(kind, str(tensor.dtype), shape, *options, tensor.device.type))
@@ -131,17 +127,6 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().resolve_conj().resolve_neg().clone()
 
 
-def _writable(tensors: Tensors) -> list[torch.Tensor]:
-    """Returns tensors into which results are written. Raises ValueError if their memory is not their values."""
-    for tensor in tensors:
-        is_shared = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-        if is_shared or tensor.is_conj() or tensor.is_neg():
-            raise ValueError("elements of the tensor share their memory (expand), or are computed (conj): clone() it")
-        if tensor.is_inference() and not torch.is_inference_mode_enabled():
-            raise ValueError("a tensor of torch.inference_mode() can be written to only in that mode: clone() it")
-    return list(tensors)
-
-
 class _Operation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, begin: Callable[..., Request], backward: Callable[..., Any], *tensors: torch.Tensor) -> Any:
@@ -162,14 +147,8 @@ def _differentiable(begin: Callable[..., Request], backward: Callable[..., Any],
 def _reduce(
     kind: str, tensors: Tensors, name: str | None, op: str, before: float, after: float, group: ProcessSet
 ) -> Request:
-    for tensor in tensors:
-        # Types that torch reduces wrongly, not at all, or only in small tensors.
-        if tensor.dtype not in _REDUCIBLE:
-            raise TypeError(f"torch does not reduce tensors of {tensor.dtype}: convert it before")
-        if tensor.dtype == torch.bool and op == AVERAGE:
-            raise TypeError("a tensor of torch.bool has no average: use op=hvd.Sum, or another type")
-        if tensor.is_complex() and op in (MIN, MAX, PRODUCT):
-            raise TypeError(f"op is hvd.{op}, which torch does not reduce {tensor.dtype} with: use Sum or Average")
+    if op in (MIN, MAX, PRODUCT) and any(tensor.is_complex() for tensor in tensors):
+        raise TypeError(f"op is hvd.{op}, which torch does not reduce complex numbers with: use Sum or Average")
 
     def finish(request: Request) -> list[torch.Tensor]:
         """Returns the caller's tensors; of a reducescatter its rows, since an allreduce is faster with gloo."""
@@ -177,7 +156,7 @@ def _reduce(
             return list(tensors)
         return [tensor.tensor_split(group.size())[group.rank()].clone() for tensor in tensors]
 
-    return issue(kind, _writable(tensors), name, group, finish, (op, 0, float(before), float(after)))
+    return issue(kind, tensors, name, group, finish, (op, 0, float(before), float(after)))
 
 
 def _reduced(kind: str, tensors: Tensors, name: str | None, compression: Any, *options: Any) -> list[torch.Tensor]:
@@ -359,7 +338,7 @@ def _broadcast(tensor: torch.Tensor, root_rank: int, name: str | None, group: Pr
     if group.coordinator and root_rank not in group.ranks:
         raise ValueError(f"root_rank is {root_rank}; the ranks are {group.ranks}")
     options = "", group.ranks.index(root_rank), 1.0, 1.0
-    return issue("broadcast", _writable([tensor]), name, group, lambda _: [tensor], options)
+    return issue("broadcast", [tensor], name, group, lambda _: [tensor], options)
 
 
 def broadcast_async_(

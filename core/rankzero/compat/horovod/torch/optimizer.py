@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
@@ -55,7 +54,7 @@ def DistributedOptimizer(
         ValueError: parameters without a name or with the same one, options that exclude each other, or an
             optimizer that is distributed already.
     """
-    if hasattr(optimizer, "_rankzero"):
+    if hasattr(optimizer, "_parameter_names"):
         raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
     op = checked_op(op)
     if gradient_predivide_factor != 1.0 and op != AVERAGE:
@@ -68,10 +67,9 @@ def DistributedOptimizer(
     # The object and its class stay the same, since schedulers and scalers refer to it.
     own: Any = optimizer
     own._step_supports_amp_scaling = _Scaling(reducer, getattr(own, "_step_supports_amp_scaling", False))
-    own._rankzero, own.synchronize, own.skip_synchronize = reducer, reducer.synchronize, reducer.skip_synchronize
-    own.zero_grad, own.set_backward_passes_per_step = reducer.zero_grad, reducer.set_passes
-    own.__getstate__ = _refuse_copies
-    optimizer.register_load_state_dict_pre_hook(lambda *_: reducer.forget())
+    own._parameter_names, own.synchronize = reducer.names, reducer.synchronize
+    own.zero_grad, own.skip_synchronize = reducer.zero_grad, reducer.skip_synchronize
+    own.__getstate__, own.set_backward_passes_per_step = _refuse_copies, reducer.set_passes
     # torch calls it before the step of any class, also if a scheduler has wrapped the step; here before other hooks.
     optimizer.register_step_pre_hook(reducer.before_step)
     own._optimizer_step_pre_hooks.move_to_end(next(reversed(own._optimizer_step_pre_hooks)), last=False)
@@ -101,13 +99,17 @@ def _named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[torc
 
 
 class _Scaling:
-    """Tells torch's GradScaler whether a step unscales by itself, and reduces gradients, which are read after that."""
+    """The attribute by which `GradScaler.step` finds out whether a step unscales by itself.
+
+    Torch unscales without a change of a tensor's version, so `synchronize` could not detect gradients that were
+    unscaled on their way.
+    """
 
     def __init__(self, reducer: _Reducer, is_supported: bool) -> None:
         self._reducer, self._is_supported = reducer, is_supported
 
     def __bool__(self) -> bool:
-        self._reducer.before_scaling()
+        self._reducer.refuse_between("scaler.unscale_() or scaler.step()")
         return self._is_supported
 
 
@@ -122,11 +124,11 @@ class _Reducer:
     ) -> None:
         self._optimizer, self._zero_grad = optimizer, optimizer.zero_grad
         self._known, self._options, group = known, options, options[-1]
-        self._should_synchronize, self._is_synchronized, self._is_ready = True, False, False
+        self._should_synchronize, self._is_synchronized = True, False
         # A second optimizer may have parameters with the same names, such as the second network of a GAN.
         number = next(group.optimizers)
         self._suffix = f"#{number}" if number > 1 else ""
-        self._names: dict[torch.Tensor, str] = {}
+        self.names: dict[torch.Tensor, str] = {}
         self._sent: dict[torch.Tensor, tuple[torch.Tensor, int, Request, Any]] = {}
         """The gradients on their way, each with its version, and the context of its compression."""
         self._hooked: set[torch.Tensor] = set()
@@ -135,33 +137,35 @@ class _Reducer:
     def add_parameters(self) -> None:
         """Adds new parameters, and installs a hook on each one that requires gradients and has none yet."""
         for parameter in _parameters(self._optimizer):
-            if parameter not in self._names:
-                self._names[parameter] = self._known.get(parameter, f"noname.{len(self._names)}") + self._suffix
+            if parameter not in self.names:
+                self.names[parameter] = self._known.get(parameter, f"noname.{len(self.names)}") + self._suffix
                 self._left[parameter] = self._passes
             if self._has_peers and parameter.requires_grad and parameter not in self._hooked:
                 if before := _hooks.pop(parameter, None):
                     before.remove()
-                # A cycle of a parameter and its reducer would never be freed.
-                method = weakref.WeakMethod(self._on_gradient)
-                hook = lambda one, method=method: (call := method()) and call(one)  # noqa: E731
-                _hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+                _hooks[parameter] = hook
                 self._hooked.add(parameter)
 
     def set_passes(self, passes: int) -> None:
         """Sets the number of backward passes whose gradients are summed before a reduction. Raises ValueError."""
         if not isinstance(passes, int) or passes < 1:
             raise ValueError(f"backward_passes_per_step is {passes!r}; it must be a positive integer")
-        self._passes, self._left = passes, dict.fromkeys(self._names, passes)
+        self._passes, self._left = passes, dict.fromkeys(self.names, passes)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Resets the gradients like the optimizer. Raises AssertionError between ``backward()`` and ``step()``."""
-        if self._has_begun():
+        self.refuse_between("optimizer.zero_grad()")
+        self._zero_grad(*args, **kwargs)
+
+    def refuse_between(self, call: str) -> None:
+        """Raises AssertionError between a backward pass and the wait for its gradients."""
+        if self._sent or any(left != self._passes for left in self._left.values()):
             raise AssertionError(
-                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                "optimizer.synchronize(): the gradients are on their way, or summed over "
+                f"{call} was called after loss.backward() and before optimizer.synchronize(), which a plain "
+                "optimizer.step() calls: the gradients are on their way to the other ranks, or summed over "
                 f"backward_passes_per_step={self._passes}"
             )
-        self._zero_grad(*args, **kwargs)
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -172,29 +176,13 @@ class _Reducer:
         finally:
             self._should_synchronize = True
 
-    def before_scaling(self) -> None:
-        """Reduces gradients before a scaler unscales them; the step does not reduce them again."""
-        if self._should_synchronize and not self._is_synchronized:
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Reduces gradients before a step. A hook of the step, which raises TypeError for a closure."""
+        if [*args[1:], kwargs.get("closure")][0] is not None:
+            raise TypeError("step(closure) would take gradients of this rank alone: call loss.backward() before step()")
+        if self._should_synchronize:
             self.synchronize()
-            self._is_ready = True
-
-    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Reduces gradients before a step; with a closure, after each call of the closure. A hook of the step."""
-        closure = [*args[1:], kwargs.get("closure")][0]
-        if self._should_synchronize and not self._is_ready and (closure is None or self._has_begun()):
-            # With a closure: gradients of a backward pass before the step, as SAM has one.
-            self.synchronize()
-        self._is_synchronized = self._is_ready = False
-        if closure is None or not self._should_synchronize:
-            return None
-
-        def with_gradients() -> Any:
-            loss = closure()
-            self.synchronize()
-            self._is_synchronized = False
-            return loss
-
-        return (args[0], with_gradients, *args[2:]), {name: one for name, one in kwargs.items() if name != "closure"}
+        self._is_synchronized = False
 
     # A compiled step must not trace waits for other ranks.
     @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -216,12 +204,12 @@ class _Reducer:
         for parameter, (gradient, version, *_) in self._sent.items():
             if parameter.grad is not gradient or gradient._version != version:
                 raise AssertionError(
-                    f"the gradient of {self._names[parameter]!r} was changed on its way to the other ranks: call "
+                    f"the gradient of {self.names[parameter]!r} was changed on its way to the other ranks: call "
                     "optimizer.synchronize() before you clip or unscale gradients, and step in "
                     "optimizer.skip_synchronize()"
                 )
         self.add_parameters()
-        for parameter in self._names:
+        for parameter in self.names:
             if parameter.requires_grad and parameter not in self._sent:
                 self._send(parameter)
         errors = []
@@ -230,50 +218,29 @@ class _Reducer:
                 self._store(parameter)
             except HorovodInternalError as error:
                 errors.append(error)
-        self._reset()
+        self._sent.clear()
+        self.set_passes(self._passes)
         if errors:
             raise errors[0]
         self._is_synchronized = True
 
-    def forget(self) -> None:
-        """Waits for running reductions, and discards their results. A hook of `load_state_dict`."""
-        for _, _, request, _ in self._sent.values():
-            # elastic.run loads a state after such an error.
-            with contextlib.suppress(HorovodInternalError):
-                request.wait()
-        self._reset()
-
-    def _reset(self) -> None:
-        self._sent.clear()
-        self._is_synchronized = self._is_ready = False
-        self.set_passes(self._passes)
-
-    def _has_begun(self) -> bool:
-        """Returns True between a backward pass and the wait for its gradients."""
-        return bool(self._sent) or any(left != self._passes for left in self._left.values())
-
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if parameter in self._sent:
             raise AssertionError(
-                f"gradients of {self._names[parameter]!r} were computed more than backward_passes_per_step="
+                f"gradients of {self.names[parameter]!r} were computed more than backward_passes_per_step="
                 f"{self._passes} times before step(): increase it to accumulate gradients locally"
             )
-        self._is_synchronized = self._is_ready = False
+        self._is_synchronized = False
         self._left[parameter] -= 1
         if self._left[parameter] == 0:
             self._send(parameter)
 
     def _send(self, parameter: torch.Tensor) -> None:
-        name, gradient, context = f"gradient.{self._names[parameter]}", parameter.grad, None
+        name, gradient, context = f"gradient.{self.names[parameter]}", parameter.grad, None
         op, before, after, group = self._options
         if gradient is None:
             # Another rank may have a gradient of this parameter.
             parameter.grad = gradient = torch.zeros_like(parameter)
-        if gradient.requires_grad:
-            raise AssertionError(
-                f"the gradient of {self._names[parameter]!r} requires a gradient itself, which other ranks do not "
-                "know of: for create_graph=True call torch.autograd.grad"
-            )
         if gradient.is_sparse and not self.sparse_as_dense:
             request = sparse_allreduce_async(gradient, name, op, group)
         else:
