@@ -26,9 +26,6 @@ def values() -> None:
     one = torch.full((300,), 1 if rank == 0 else 0)
     check("scaled average of integers", hvd.allreduce(one, postscale_factor=size), torch.ones(300, dtype=torch.int64))
     for count in (2, 400):
-        # Views whose memory is not their value.
-        for view in (torch._neg_view(torch.full((count,), 2.0)), torch.full((count,), 2 + 2j).conj()):
-            check("view", hvd.allreduce(view, op=hvd.Sum).clone(), view.clone() * size)
         with torch.inference_mode():
             later = [hvd.allreduce_async_(torch.ones(count), op=hvd.Sum, name=f"inference.{i}") for i in range(2)]
             for total in hvd.synchronize(later):
@@ -135,7 +132,11 @@ def join() -> None:
 
 def shared() -> None:
     """Operations under the same name, or on the same memory, before the end of the first one."""
-    first = hvd.allreduce_async_(torch.ones(1 << 24), name="taken")
+    large = torch.ones(1 << 24)
+    first = hvd.allreduce_async_(large, name="taken")
+    if hvd.size() > 1:
+        with pytest.raises(ValueError, match="'allreduce.again' has a tensor that is still being reduced"):
+            hvd.allreduce_async_(large, name="again")
     while True:
         try:
             second = hvd.allreduce_async_(torch.ones(300), name="taken")
@@ -145,20 +146,6 @@ def shared() -> None:
     assert first.has_ended
     hvd.synchronize([first, second])
     all_ranks = float(hvd.size())
-    for count in (100, 1 << 20):
-        for step in range(8):
-            mine = torch.ones(count)
-            # The last rank alone has two tensors in one memory, and issues them in another order.
-            other = mine if hvd.rank() == hvd.size() - 1 else torch.ones(count)
-            pair = [("a", mine), ("b", other)][:: -1 if other is mine else 1]
-            hvd.synchronize([hvd.allreduce_async_(one, name=f"{step}.{name}", op=hvd.Sum) for name, one in pair])
-            # Whichever is the first, the second has its result as the last rank's tensor.
-            twice = 2 * all_ranks - 1
-            found = sorted({*mine.unique().tolist(), *other.unique().tolist()})
-            assert found == ([twice] if other is mine else [all_ranks, twice]), (count, found)
-            ones = torch.ones(count)
-            hvd.synchronize([hvd.allreduce_async_(ones, name=f"{step}.{name}", op=hvd.Sum) for name in "cd"])
-            assert ones.unique().tolist() == [all_ranks**2], (count, ones)
     mean = torch.full((300,), 1.0 + 2 * hvd.rank())
     handle = hvd.allreduce_async_(mean, name="polled")
     while not hvd.poll(handle):

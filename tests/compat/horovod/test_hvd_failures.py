@@ -26,8 +26,6 @@ def calls() -> None:
     hvd.init()
     rank = hvd.rank()
     one, many = torch.ones(1), torch.ones(1000)
-    with torch.inference_mode():
-        frozen = torch.ones(4)
     shapes = (
         "'allreduce.shape' is not the same on all ranks: rank 0: allreduce Average torch.float32 [2]; "
         "rank 1: allreduce Average torch.float32 [3]"
@@ -43,11 +41,8 @@ def calls() -> None:
         (differs, r"\[2\]", lambda: hvd.allgather(torch.ones(2, 1 + rank), name="tail")),
         (differs, r"process_set \[1\]", lambda: hvd.add_process_set([rank])),
         (NotImplementedError, "Adasum is not supported", lambda: hvd.allreduce(one, op=hvd.Adasum)),
-        (TypeError, "does not reduce tensors of torch.uint16", lambda: hvd.allreduce(many.to(torch.uint16))),
-        (TypeError, "torch.bool has no average", lambda: hvd.allreduce(one.bool())),
-        (TypeError, "op is hvd.Min.* torch.complex64 ", lambda: hvd.allreduce(many.to(torch.complex64), op=hvd.Min)),
-        (ValueError, "share their memory", lambda: hvd.allreduce_(one.expand(4))),
-        (ValueError, "inference_mode", lambda: hvd.allreduce_(frozen)),
+        (TypeError, "complex tensors", lambda: hvd.allreduce(many.to(torch.complex64))),
+        (TypeError, "their parts", lambda: hvd.broadcast_(torch._neg_view(many), 0)),
         (ValueError, "add up to 2 rows", lambda: hvd.alltoall(torch.ones(2), splits=[1, 2])),
         (ValueError, "not a scalar", lambda: hvd.allgather(torch.tensor(1.0))),
         (ValueError, "use hvd.Average or hvd.Sum", lambda: hvd.reducescatter(many, op=hvd.Max)),
@@ -207,12 +202,9 @@ rank = hvd.rank()
 if sys.argv[1] != "exits":
     if rank == 1 and sys.argv[1] == "gradient":
         os.kill(os.getpid(), 9)
-    request = hvd.allreduce_async(torch.ones(1 << 26), name=sys.argv[1])
-    coordinator = hvd.global_process_set.coordinator
-    while rank == 1 and (coordinator._table or not coordinator._users):
-        pass
     if rank == 1:
-        os.kill(os.getpid(), 9)
+        hvd.global_process_set.coordinator._connections.execute = lambda *_: os.kill(os.getpid(), 9)
+    request = hvd.allreduce_async(torch.ones(1 << 26), name=sys.argv[1])
     try:
         request.wait()
     except hvd.HorovodInternalError as error:

@@ -47,10 +47,6 @@ _OF_NUMBERS: dict[str, Callable[[list[float]], float]] = {
 }  # fmt: skip
 
 
-_Issued = tuple[Sequence[Meta], float | None]
-"""What a rank announces of an operation. A number that is to be reduced is in it, and needs no further message."""
-
-
 class Coordinator:
     """The thread of a process set. It is a daemon, but `close` joins it before Python finalizes.
 
@@ -67,19 +63,19 @@ class Coordinator:
         self._timeout, self._warn_after, self._warned = timeout, warn_after, 0.0
         self._store = distributed_c10d.PrefixStore(f"rankzero/hvd/{number}", distributed_c10d._get_default_store())
         self._connections = Connections(self._store, self.rank, self.ranks, timeout + 10 * TICK)
+        self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        """What callers have issued; None at the end."""
         if self.rank < 0:
             return
         self._error: Exception | None = None
-        self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        """What callers have issued; None at the end."""
         self._lock = threading.Lock()
         self._calls: dict[str, int] = {}
         self._mine: dict[str, Request] = {}
         """The operations of this rank that have not ended."""
         self._memory: set[int] = set()
         """Addresses of the tensors that are reduced in place."""
-        self._table: dict[str, dict[int, _Issued]] = {}
-        """The operations that are not ready, with the ranks that have issued them; the same on all ranks."""
+        self._table: dict[str, dict[int, tuple[Sequence[Meta], float | None]]] = {}
+        """The operations that are not ready, with what each rank has announced; the same on all ranks."""
         self._ended: set[int] = set()
         self._has_ended, self._quiet_since = False, 0.0
         self._runs = threading.Lock()
@@ -90,8 +86,7 @@ class Coordinator:
     def issue(self, kind: str, name: str | None, *args: Any) -> Request:
         """Gives a `Request` to the thread; its name is the user's, or the number of the call without a name.
 
-        Raises ValueError if this rank is not a member, or if an operation of this name is not complete, and
-        HorovodInternalError if an earlier operation has failed.
+        Raises ValueError for no member, and for a name or memory in use, HorovodInternalError after a failure.
         """
         if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} is no member of the process set of ranks {self.ranks}")
@@ -99,10 +94,9 @@ class Coordinator:
             if name is None:
                 self._calls[kind] = self._calls.get(kind, 0) + 1
                 name = f"noname.{self._calls[kind]}"
-        request = Request(f"{kind}.{name}", *args)
-        for tensor in request.tensors:
-            self._device = tensor.device if tensor.is_cuda else self._device
-        with self._lock:
+            request = Request(f"{kind}.{name}", *args)
+            for tensor in request.tensors:
+                self._device = tensor.device if tensor.is_cuda else self._device
             if self._error is not None:
                 raise type(self._error)(*self._error.args) from self._error
             if not self._thread.is_alive():
@@ -126,8 +120,7 @@ class Coordinator:
 
     def end(self) -> None:
         """Announces that this rank issues no more operations; those for which others still wait fail there."""
-        if self.rank >= 0:
-            self._queue.put(None)
+        self._queue.put(None)
 
     def close(self) -> None:
         """Waits until all ranks have ended or one has failed, and closes the connections."""
@@ -164,8 +157,9 @@ class Coordinator:
         """Returns what has failed, in this rank or in others. The store has each rank's account of it."""
         is_lost = isinstance(error, RuntimeError) and "gloo" in str(error)
         mine = "" if is_lost else f"rank {self.ranks[self.rank]} failed: {type(error).__name__}: {error}"
+        # Rank 0 has the store.
         keys, accounts, silent = [f"account/{rank}" for rank in range(self.size)], [mine], [0]
-        try:
+        with contextlib.suppress(RuntimeError):
             self._store.set(keys[self.rank], mine)
             if is_lost:
                 with contextlib.suppress(RuntimeError):
@@ -173,9 +167,6 @@ class Coordinator:
                 found = [key for key in keys if self._store.check([key])]
                 silent = [rank for rank, key in zip(self.ranks, keys, strict=True) if key not in found]
                 accounts = [self._store.get(key).decode() for key in found]
-        except RuntimeError:
-            # Rank 0 has the store.
-            pass
         what = "; ".join(filter(None, accounts)) or (f"rank {silent} has died" if silent else str(error))
         waits = ", ".join([repr(name) for name in list(self._mine)[:5]])
         return f"{what}, while rank {self.ranks[self.rank]} waited for {waits or 'others'}"
@@ -261,7 +252,7 @@ class Coordinator:
             self._mine.pop(request.name, None)
             self._memory -= request.memory
 
-    def _refusal(self, name: str, of: dict[int, _Issued]) -> Exception | None:
+    def _refusal(self, name: str, of: dict[int, Any]) -> Exception | None:
         """Returns the error of an operation that differs between ranks, or that some lack; None if it is executed."""
         first, *others = (metas for metas, _ in of.values())
         if any(other != first for other in others):

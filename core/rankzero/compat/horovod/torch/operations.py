@@ -49,10 +49,6 @@ class StallError(HorovodInternalError, TimeoutError):
     """
 
 
-class HostsUpdatedInterrupt(RuntimeError):
-    """Horovod raises it when its world changes. It is never raised here, since a world lasts for an attempt."""
-
-
 class Meta(NamedTuple):
     """The properties of an operation that must be equal on all ranks."""
 
@@ -86,15 +82,11 @@ class Request:
     """
 
     def __init__(
-        self,
-        name: str,
-        metas: Sequence[Meta],
-        tensors: Sequence[torch.Tensor],
-        finish: Callable[[Request], Any] | None = None,
-        splits: Sequence[int] = (),
+        self, name: str, metas: Sequence[Meta], tensors: Sequence[torch.Tensor], finish: Any = None, splits: Any = ()
     ) -> None:
         self.name, self.metas, self.splits = name, tuple(metas), list(splits)
-        self.tensors, self.finish, self.since = list(tensors), finish, time.monotonic()
+        self.finish: Callable[[Request], Any] | None = finish
+        self.tensors, self.since = list(tensors), time.monotonic()
         self.memory = {tensor.data_ptr() for tensor in tensors if metas[0].kind == "allreduce" and tensor.numel()}
         self.rows: list[list[int]] = []
         self.has_ended = False
@@ -234,9 +226,9 @@ class Connections:
         is_one = len(tensors) == 1 and tensors[0].is_contiguous()
         flat = tensors[0].view(-1) if is_one else torch.cat([tensor.reshape(-1) for tensor in tensors])
         _scale(flat, meta.before, 1)
-        options, sent = dist.AllreduceOptions(), torch.view_as_real(flat) if flat.is_complex() else flat
+        options = dist.AllreduceOptions()
         options.reduceOp = getattr(dist.ReduceOp, "SUM" if meta.op == AVERAGE else meta.op.upper())
-        work = self._group(flat).allreduce([sent], options)
+        work = self._group(flat).allreduce([flat], options)
 
         def finish() -> None:
             work.wait()
@@ -302,15 +294,13 @@ def _fused(requests: Sequence[Request]) -> Iterator[list[tuple[Meta, torch.Tenso
 
 def _scale(flat: torch.Tensor, factor: float, divisor: int) -> None:
     """Scales in place. Integers are scaled in float64 and cut off once."""
-    if flat.is_floating_point() or flat.is_complex():
+    if flat.is_floating_point():
         if divisor > 1:
             flat.div_(divisor)
         if factor != 1.0:
             flat.mul_(factor)
-    elif factor != 1.0:
+    elif factor != 1.0 or divisor > 1:
         flat.copy_(flat.double() * factor / divisor)
-    elif divisor > 1:
-        flat.div_(divisor, rounding_mode="trunc")
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:

@@ -1,24 +1,25 @@
-"""`DistributedOptimizer`: reduces gradients during the backward pass."""
+"""`DistributedOptimizer`: reduces gradients during the backward pass; the start from the state of one rank."""
 
+# ruff: noqa: I001 (packed imports)
 from __future__ import annotations
 
 import contextlib
+import io
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
+import cloudpickle
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from rankzero.compat.horovod.torch.collectives import (
-    Compression,
-    allreduce_async_,
-    checked_op,
-    sparse_allreduce_async,
-)
-from rankzero.compat.horovod.torch.operations import AVERAGE, HorovodInternalError, Request
-from rankzero.compat.horovod.torch.world import ProcessSet, global_process_set
+    Compression, allreduce_async_, broadcast_async_, broadcast_object, checked_op, sparse_allreduce_async, synchronize,
+)  # fmt: skip
+from rankzero.compat.horovod.torch.operations import AVERAGE, Request
+from rankzero.compat.horovod.torch.world import ProcessSet
+from rankzero.compat.horovod.torch.world import global_process_set as WORLD
 
 _hooks: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()
 """The hook of each parameter, which belongs to the optimizer that was created last for it."""
@@ -34,7 +35,7 @@ def DistributedOptimizer(
     num_groups: int = 0,
     groups: Any = None,
     sparse_as_dense: bool = False,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = WORLD,
 ) -> Any:
     """Returns the same optimizer, which now reduces gradients over ranks before each step.
 
@@ -60,14 +61,14 @@ def DistributedOptimizer(
     if gradient_predivide_factor != 1.0 and op != AVERAGE:
         raise ValueError("gradient_predivide_factor is for op=hvd.Average")
     scales = (1 / gradient_predivide_factor, gradient_predivide_factor) if op == AVERAGE else (1.0, 1.0)
-    reducer = _Reducer(optimizer, _named(optimizer, named_parameters), (op, *scales, process_set))
-    reducer.compression, reducer.sparse_as_dense = compression, sparse_as_dense
+    known = _named(optimizer, named_parameters)
+    reducer = _Reducer(optimizer, known, compression, sparse_as_dense, op, *scales, process_set)
     reducer.set_passes(backward_passes_per_step)
     reducer.add_parameters()
     # The object and its class stay the same, since schedulers and scalers refer to it.
     own: Any = optimizer
-    own._step_supports_amp_scaling = _Scaling(reducer, getattr(own, "_step_supports_amp_scaling", False))
-    own._parameter_names, own.synchronize = reducer.names, reducer.synchronize
+    own._step_supports_amp_scaling, own._parameter_names = reducer, reducer.names
+    own.synchronize = reducer.synchronize
     own.zero_grad, own.skip_synchronize = reducer.zero_grad, reducer.skip_synchronize
     own.__getstate__, own.set_backward_passes_per_step = _refuse_copies, reducer.set_passes
     # torch calls it before the step of any class, also if a scheduler has wrapped the step; here before other hooks.
@@ -87,8 +88,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[torch.Tensor, str]:
     """Returns the names that the user gave to the parameters. Raises ValueError."""
     pairs = [] if named_parameters is None else list(named_parameters)
-    if any(not isinstance(pair, tuple) for pair in pairs):
-        raise ValueError("named_parameters should be a sequence of tuples (name, parameter): model.named_parameters()")
     if twice := sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1):
         raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
     named = {parameter: name for name, parameter in pairs}
@@ -98,32 +97,14 @@ def _named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[torc
     return named
 
 
-class _Scaling:
-    """The attribute by which `GradScaler.step` finds out whether a step unscales by itself.
-
-    Torch unscales without a change of a tensor's version, so `synchronize` could not detect gradients that were
-    unscaled on their way.
-    """
-
-    def __init__(self, reducer: _Reducer, is_supported: bool) -> None:
-        self._reducer, self._is_supported = reducer, is_supported
-
-    def __bool__(self) -> bool:
-        self._reducer.refuse_between("scaler.unscale_() or scaler.step()")
-        return self._is_supported
-
-
 class _Reducer:
     """Starts the reduction of gradients during the backward pass, and waits for the results."""
 
-    compression: Any = Compression.none
-    sparse_as_dense = False
-
-    def __init__(
-        self, optimizer: Any, known: dict[torch.Tensor, str], options: tuple[str, float, float, ProcessSet]
-    ) -> None:
+    def __init__(self, optimizer: Any, known: Any, compression: Any, sparse_as_dense: bool, *options: Any) -> None:
         self._optimizer, self._zero_grad = optimizer, optimizer.zero_grad
         self._known, self._options, group = known, options, options[-1]
+        self._compression, self._sparse_as_dense = compression, sparse_as_dense
+        self._unscales = getattr(optimizer, "_step_supports_amp_scaling", False)
         self._should_synchronize, self._is_synchronized = True, False
         # A second optimizer may have parameters with the same names, such as the second network of a GAN.
         number = next(group.optimizers)
@@ -155,10 +136,18 @@ class _Reducer:
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Resets the gradients like the optimizer. Raises AssertionError between ``backward()`` and ``step()``."""
-        self.refuse_between("optimizer.zero_grad()")
+        self._refuse_between("optimizer.zero_grad()")
         self._zero_grad(*args, **kwargs)
 
-    def refuse_between(self, call: str) -> None:
+    def __bool__(self) -> bool:
+        """Returns True if a step unscales by itself, which `GradScaler.step` queries from the optimizer.
+
+        Torch unscales without a change of a tensor's version, so `synchronize` would not detect it.
+        """
+        self._refuse_between("scaler.unscale_() or scaler.step()")
+        return self._unscales
+
+    def _refuse_between(self, call: str) -> None:
         """Raises AssertionError between a backward pass and the wait for its gradients."""
         if self._sent or any(left != self._passes for left in self._left.values()):
             raise AssertionError(
@@ -190,7 +179,7 @@ class _Reducer:
         """Waits for the gradients of all ranks, for example to clip them. Missing ones are zeros.
 
         Raises:
-            HorovodInternalError: a reduction failed; all others have ended.
+            HorovodInternalError: a reduction failed.
             AssertionError: a gradient was changed while it was reduced.
         """
         if not self._has_peers:
@@ -212,16 +201,10 @@ class _Reducer:
         for parameter in self.names:
             if parameter.requires_grad and parameter not in self._sent:
                 self._send(parameter)
-        errors = []
         for parameter in self._sent:
-            try:
-                self._store(parameter)
-            except HorovodInternalError as error:
-                errors.append(error)
+            self._store(parameter)
         self._sent.clear()
         self.set_passes(self._passes)
-        if errors:
-            raise errors[0]
         self._is_synchronized = True
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
@@ -241,12 +224,12 @@ class _Reducer:
         if gradient is None:
             # Another rank may have a gradient of this parameter.
             parameter.grad = gradient = torch.zeros_like(parameter)
-        if gradient.is_sparse and not self.sparse_as_dense:
+        if gradient.is_sparse and not self._sparse_as_dense:
             request = sparse_allreduce_async(gradient, name, op, group)
         else:
             # `detach` would count the reduction's writes as changes by the user.
             dense = gradient.to_dense() if gradient.is_sparse else gradient.data
-            compressed, context = self.compression.compress(dense)
+            compressed, context = self._compression.compress(dense)
             request = allreduce_async_(compressed, None, name, op, before, after, group)
         self._sent[parameter] = gradient, gradient._version, request, context
 
@@ -254,8 +237,43 @@ class _Reducer:
         gradient, _, request, context = self._sent[parameter]
         reduced = request.wait()
         if not reduced.is_sparse:
-            reduced = self.compression.decompress(reduced, context)
+            reduced = self._compression.decompress(reduced, context)
         if gradient.is_sparse:
             parameter.grad = reduced if reduced.is_sparse else reduced.to_sparse(gradient.sparse_dim())
         elif reduced.data_ptr() != gradient.data_ptr():
             gradient.copy_(reduced)
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[Any], root_rank: int = 0, process_set: ProcessSet = WORLD
+) -> None:
+    """Copies the parameters of ``root_rank`` to all ranks, in place.
+
+    ``params`` is ``model.state_dict()``, ``model.named_parameters()``, or a list of tensors. A parameter of another
+    shape or type on another rank is a MismatchError.
+    """
+    parts = enumerate(params.items() if isinstance(params, Mapping) else params)
+    pairs = [part if isinstance(part, tuple) else (str(index), part) for index, part in parts]
+    sent = [(name, value) for name, value in pairs if value is not None]
+    synchronize([broadcast_async_(value, root_rank, f"parameter.{name}", process_set) for name, value in sent])
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int = 0, model: Any = None, process_set: ProcessSet = WORLD
+) -> None:
+    """Copies the ``state_dict`` of one rank's optimizer to all ranks, also into new optimizers without state.
+
+    ``model`` is unused, and accepted for compatibility.
+    """
+    state = broadcast_state(optimizer.state_dict(), root_rank, "optimizer.state", process_set)
+    if WORLD.rank() != root_rank:
+        optimizer.load_state_dict(state)
+
+
+def broadcast_state(state: Any, root_rank: int, name: str, process_set: ProcessSet = WORLD) -> Any:
+    """Returns the state of one rank on every rank. Its tensors arrive on the CPU; ``load_state_dict`` moves them."""
+    is_root, file = WORLD.rank() == root_rank, io.BytesIO()
+    if is_root:
+        torch.save(state, file, pickle_module=cloudpickle)
+    data = broadcast_object(file.getvalue(), root_rank, name, process_set)
+    return state if is_root else torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
