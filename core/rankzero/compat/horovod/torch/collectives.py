@@ -308,8 +308,9 @@ def alltoall(
     def backward(request: Request, gradients: list[torch.Tensor]) -> Any:
         return [alltoall(gradients[0], request.rows[0], name and f"{name}.gradient", process_set)[0]]
 
-    found = _differentiable(lambda of: alltoall_async(of[0], splits, name, process_set), backward, [tensor])
-    return found[0] if splits is None else tuple(found)
+    begin = lambda of: alltoall_async(of[0], splits, name, process_set)  # noqa: E731
+    found = _Operation.apply(begin, backward, tensor)  # type: ignore[no-untyped-call]
+    return found[0] if splits is None else found
 
 
 def broadcast_async_(
