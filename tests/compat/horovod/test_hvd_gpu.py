@@ -14,10 +14,8 @@ pytestmark = [
 ]
 
 
-def test_values_stay_on_the_gpu_and_an_optimizer_trains_as_ddp_does(tmp_path: Path) -> None:
-    def train() -> Any:
-        from torch.nn.parallel import DistributedDataParallel
-
+def test_values_and_gradients_stay_on_the_gpu(tmp_path: Path) -> None:
+    def train() -> None:
         import rankzero.compat.horovod.torch as hvd
 
         hvd.init()
@@ -32,23 +30,12 @@ def test_values_stay_on_the_gpu_and_an_optimizer_trains_as_ddp_does(tmp_path: Pa
         assert rows[:, 0].tolist() == [other for other in range(size) for _ in range(other + 1)]
         # Beside them, on the CPU.
         assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [size] * 3
-        generator = torch.Generator().manual_seed(hvd.rank())
-        batches = [torch.randn(8, 16, generator=generator).to(device) for _ in range(50)]
-        found = []
-        for is_ours in (True, False):
-            torch.manual_seed(0)
-            model: Any = torch.nn.Linear(16, 1, device=device)
-            model = model if is_ours else DistributedDataParallel(model, device_ids=[device])
-            optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
-            if is_ours:
-                optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-            for batch in batches:
-                optimizer.zero_grad()
-                loss = model(batch).pow(2).mean()
-                loss.backward()
-                optimizer.step()
-            found.append(loss.item())
-        return found
+        weights = [torch.nn.Parameter(torch.zeros(1_000_000, device=device)) for _ in range(4)]
+        optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0))
+        for step in range(1, 51):
+            optimizer.zero_grad()
+            sum((weight * (rank + 1) * step).sum() for weight in weights).backward()  # type: ignore[union-attr]
+            optimizer.step()
+            assert all((weight.grad == step * (size + 1) / 2).all() for weight in weights)
 
-    ours, plain = Launcher(torch.cuda.device_count(), store=tmp_path).run(train)
-    assert ours == pytest.approx(plain, abs=1e-5)
+    Launcher(torch.cuda.device_count(), store=tmp_path).run(train)
