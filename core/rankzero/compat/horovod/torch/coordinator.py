@@ -175,16 +175,13 @@ class Coordinator:
         """Returns what callers have issued; waits for it as long as this rank's state allows."""
         quiet = time.monotonic() - self._quiet_since if self._quiet_since else 0.0
         timeout = min(quiet / 10, PAUSE + quiet / 1000, TICK) if self._mine or self._has_ended else TICK
-        found: list[Request] = []
+        found: list[Request | None] = []
         with contextlib.suppress(queue.Empty):
             while True:
-                one = self._queue.get(timeout > 0, timeout or None)
+                found.append(self._queue.get(timeout > 0, timeout or None))
                 timeout = 0.0
-                if one is None:
-                    self._has_ended = True
-                else:
-                    found.append(one)
-        return found
+        self._has_ended = self._has_ended or None in found
+        return [one for one in found if one is not None]
 
     def _cycle(self) -> bool:
         """Exchanges a message, and executes what is ready. Returns False once all ranks have ended."""
@@ -269,8 +266,7 @@ class Coordinator:
         return MismatchError(f"{name!r}: rank {joined} has joined, which only sums and averages allow: {first[0]}")
 
     def _lacking(self, name: str) -> str:
-        issued = self._table.get(name, {})
-        has = [rank for at, rank in enumerate(self.ranks) if at in issued]
+        has = [self.ranks[at] for at in sorted(self._table[name])]
         lacks = [rank for rank in self.ranks if rank not in has]
         return f"{name!r} was issued by rank {has}, but rank {lacks} has not"
 

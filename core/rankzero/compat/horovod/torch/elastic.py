@@ -167,8 +167,8 @@ class TorchState(ObjectState):
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates ``train(state, ...)`` to start from the last commit of an earlier attempt.
 
-    A failure ends the attempt. With ``max_restarts`` the next attempt starts from the last ``state.commit()``, with
-    whatever number of ranks it has. Without ``max_restarts``, which is the default, a failure ends the run.
+    A failure ends the attempt. If ``max_restarts`` allows another one (the default is 0), that starts from the last
+    ``state.commit()``, with whatever number of ranks it has.
     """
 
     @functools.wraps(function)

@@ -167,8 +167,8 @@ class Connections:
     def close(self, is_failed: bool) -> None:
         """Closes the connections, so that no rank waits for this one.
 
-        gloo joins its threads when nothing refers to the group any more. They end before Python finalizes, since one
-        that frees a tensor of Python after that aborts the process ("terminate called without an active exception").
+        gloo joins its threads when nothing refers to its group. One that frees a tensor after Python has finalized
+        aborts the process ("terminate called without an active exception").
         """
         self.gloo = None
         accelerated, self._accelerated = self._accelerated, None

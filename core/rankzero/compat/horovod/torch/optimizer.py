@@ -71,6 +71,7 @@ def DistributedOptimizer(
     own.synchronize = reducer.synchronize
     own.zero_grad, own.skip_synchronize = reducer.zero_grad, reducer.skip_synchronize
     own.__getstate__, own.set_backward_passes_per_step = _refuse_copies, reducer.set_passes
+    optimizer.register_load_state_dict_pre_hook(reducer.reset)
     # torch calls it before the step of any class, also if a scheduler has wrapped the step; here before other hooks.
     optimizer.register_step_pre_hook(reducer.before_step)
     own._optimizer_step_pre_hooks.move_to_end(next(reversed(own._optimizer_step_pre_hooks)), last=False)
@@ -203,9 +204,13 @@ class _Reducer:
                 self._send(parameter)
         for parameter in self._sent:
             self._store(parameter)
+        self.reset()
+        self._is_synchronized = True
+
+    def reset(self, *_: Any) -> None:
+        """Forgets gradients on their way. A hook of `load_state_dict`, by which a training recovers from a failure."""
         self._sent.clear()
         self.set_passes(self._passes)
-        self._is_synchronized = True
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if parameter in self._sent:
