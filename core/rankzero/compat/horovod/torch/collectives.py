@@ -61,11 +61,9 @@ def synchronize(handle: Request | Sequence[Request]) -> Any:
 
 
 def checked_op(op: str | None, average: bool | None = None, known: Sequence[str] = _OPS) -> str:
-    """Returns the reduction that ``op`` or ``average`` names. Raises ValueError, or NotImplementedError for Adasum."""
+    """Returns the reduction that ``op`` or ``average`` names. Raises ValueError, also for Adasum."""
     if average is not None and op is not None:
         raise ValueError("give op= or average=, not both")
-    if op == Adasum:
-        raise NotImplementedError("op=hvd.Adasum is not supported: use op=hvd.Average, with the learning rate scaled")
     if op not in (None, *known):
         raise ValueError(f"op is {op!r}; use {' or '.join(f'hvd.{each}' for each in known)}")
     return SUM if average is False else op or AVERAGE

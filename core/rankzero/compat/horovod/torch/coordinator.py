@@ -95,8 +95,7 @@ class Coordinator:
                 self._calls[kind] = self._calls.get(kind, 0) + 1
                 name = f"noname.{self._calls[kind]}"
             request = Request(f"{kind}.{name}", *args)
-            for tensor in request.tensors:
-                self._device = tensor.device if tensor.is_cuda else self._device
+            self._device = next((tensor.device for tensor in request.tensors if tensor.is_cuda), self._device)
             if self._error is not None:
                 raise type(self._error)(*self._error.args) from self._error
             if not self._thread.is_alive():

@@ -82,17 +82,13 @@ def _refuse_copies() -> Any:
     raise TypeError("a DistributedOptimizer cannot be copied or pickled: give its state_dict()")
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[torch.Tensor, str]:
     """Returns the names that the user gave to the parameters. Raises ValueError."""
     pairs = [] if named_parameters is None else list(named_parameters)
     if twice := sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1):
         raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
     named = {parameter: name for name, parameter in pairs}
-    missing = sum(parameter not in named for parameter in _parameters(optimizer))
+    missing = sum(parameter not in named for group in optimizer.param_groups for parameter in group["params"])
     if missing and named_parameters is not None:
         raise ValueError(f"named_parameters lacks the names of {missing} of the optimizer's parameters")
     return named
@@ -118,7 +114,7 @@ class _Reducer:
 
     def add_parameters(self) -> None:
         """Adds new parameters, and installs a hook on each one that requires gradients and has none yet."""
-        for parameter in _parameters(self._optimizer):
+        for parameter in [one for group in self._optimizer.param_groups for one in group["params"]]:
             if parameter not in self.names:
                 self.names[parameter] = self._known.get(parameter, f"noname.{len(self.names)}") + self._suffix
                 self._left[parameter] = self._passes
