@@ -1,4 +1,4 @@
-"""HorovodRunner, horovod.run, and the names of ``horovod.torch``."""
+"""HorovodRunner and horovod.run."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import rankzero.compat.horovod.torch as hvd
 from rankzero import EngineError, InvalidJobError, Launcher, RunHandle, SparkEngine
 from rankzero.compat.horovod import HorovodRunner, log_to_driver
 from rankzero.compat.horovod import run as horovod_run
@@ -91,7 +90,3 @@ def test_values_of_all_ranks_return_though_they_cannot_be_found_by_name(tmp_path
     values = horovod_run(func=local_object, args=(10,), np=2, launcher=launcher, **harmless)
     assert [value() for value in values] == [10, 11]
     assert RunHandle.attach(str(tmp_path / "exchange")).params == {"base": 10}, "the run is of the user's function"
-
-
-def test_every_name_is_there() -> None:
-    assert [name for name in hvd.__all__ if not hasattr(hvd, name)] == []
