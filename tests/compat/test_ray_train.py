@@ -32,6 +32,7 @@ from rankzero.compat.ray_train import (
     session,
     train,
 )
+from rankzero.compat.ray_train.config import ABSENT, UnsupportedError
 
 FitsLoop = Callable[..., Result]
 
@@ -318,3 +319,31 @@ def test_loaders(fit: FitsLoop) -> None:
     assert (shared, shared_1) == (list(range(0, 19, 2)), [*range(1, 19, 2), 0])
     assert (shards, shards_1) == (list(range(0, 19, 2)), list(range(1, 19, 2))), "it shares itself out"
     assert drawn != drawn_1, "without a distributed sampler each worker draws by itself"
+
+
+NAMES = {
+    "": "AcquiredResources BackendConfig BaseTrainer Checkpoint CheckpointConfig CheckpointConsistencyMode "
+    "CheckpointUploadMode ControllerError DataBatchType DataConfig DataParallelTrainer DatasetConfig FailureConfig "
+    "LoggingConfig NCCLHangError PreemptionError PreemptionInfo ReportedCheckpoint ReportedCheckpointStatus "
+    "ResourceRequest Result RunConfig ScalingConfig SyncConfig TRAIN_DATASET_KEY TrainContext TrainingFailedError "
+    "TrainingIterator UserCallback ValidationConfig ValidationFn ValidationTaskConfig WorkerGroupError air backend "
+    "base_trainer collective data data_parallel_trainer get_all_reported_checkpoints get_checkpoint get_context "
+    "get_dataset_shard get_preemption_info horovod init integrations jax lightgbm report runtime_env session shutdown "
+    "tensorflow torch train tune v2 xgboost",
+    ".torch": "TorchCheckpoint TorchConfig TorchDetectionPredictor TorchPredictor TorchTrainer accelerate backward "
+    "enable_reproducibility get_device get_devices prepare_data_loader prepare_model prepare_optimizer",
+}
+"""Every public name of Ray Train 2.40 and 2.60, by their ``__all__`` and pages, and by the module here."""
+
+
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module in NAMES for name in NAMES[module].split()])
+def test_a_name_of_ray_works_or_raises_the_error(module: str, name: str) -> None:
+    line = f"from rankzero.compat.ray_train{module} import {name}"
+    if name not in ABSENT:
+        exec(line, {})
+        return
+    attribute = f"import rankzero.compat.ray_train{module or '.train'} as module; module.{name}"
+    as_module = f"import rankzero.compat.ray_train.{name}", f"from rankzero.compat.ray_train.{name} import Anything"
+    for refused in (line, attribute, *(() if module else as_module)):
+        with pytest.raises(UnsupportedError, match=f"has no {name}: see docs/migrate.md#ray-train"):
+            exec(refused, {})
