@@ -13,15 +13,8 @@ from pydantic import ValidationError
 
 from dagster_rankzero._compat import with_partitions
 from dagster_rankzero.checks import reported_checks
-from dagster_rankzero.inputs import (
-    PARTITION_KEYS,
-    PartitionArguments,
-    as_step_parameter,
-    check_function,
-    of_single,
-    take_single,
-)
-from dagster_rankzero.metadata import RESULT_ENTRIES, by_output
+from dagster_rankzero.inputs import CONFIG, PARTITION_KEYS, PartitionArguments, annotation_of, check_function, ins_of
+from dagster_rankzero.metadata import RESULT_ENTRIES, by_output, of_single, take_single
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY, NumProcesses, Program, TorchDistributorResource
 
 _Finish = Callable[[Any, Any, list[str]], Any]
@@ -282,21 +275,24 @@ def _make(
     fixed: Mapping[str, Any] | None = None,
     inputs: Collection[str] | None = None,
 ) -> Any:
-    """Makes an asset or op by Dagster's decorator, of a function whose signature has the training's inputs.
+    """Makes an asset or op by Dagster's decorator, of a function that takes the training's inputs by name.
 
     A parameter that ``ins`` describes among the arguments of Dagster's decorator is an input, whatever its name.
     """
     is_op = decorator is dg.op
     check_function("torch_distributor_op" if is_op else f"torch_{decorator.__name__}", train)
     signature = inspect.signature(train)
+    named_ins = arguments.get("ins") or {}
     taken = [
         parameter
         for name, parameter in signature.parameters.items()
         if name not in (fixed or {}) and (inputs is None or name in inputs)
     ]
-    partitions = PartitionArguments.of(train.__name__, taken, frozenset(arguments.get("ins") or ()))
+    partitions = PartitionArguments.of(train.__name__, taken, frozenset(named_ins))
+    taken = [parameter for parameter in taken if parameter.name not in partitions.taken]
+    ins = ins_of(train, taken, named_ins, is_op=is_op)
 
-    def compute(context: Any, **given: Any) -> Any:
+    def run(context: Any, given: dict[str, Any]) -> Any:
         keys = partitions.fill(context)
         resource: TorchDistributorResource = getattr(context.resources, resource_key).options(**changes)
         if PARTITION_KEYS in keys:
@@ -305,19 +301,22 @@ def _make(
         result = resource._run(context, train, (), {**(fixed or {}), **given, **keys})
         return finish(context, result, keys.get(PARTITION_KEYS, []))
 
-    context_type = dg.OpExecutionContext if is_op else dg.AssetExecutionContext
-    parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=context_type)]
-    parameters += [as_step_parameter(train, each) for each in taken if each.name not in partitions.taken]
-    parameters.sort(key=lambda parameter: (parameter.kind, parameter.default is not inspect.Parameter.empty))
-    compute.__annotations__ = {p.name: p.annotation for p in parameters if p.annotation is not inspect.Parameter.empty}
-    returns: Any = inspect.Signature.empty
+    # The context is an asset's or an op's, and the value may be an Output: Dagster compares both with annotations.
+    def compute(context, **given):  # type: ignore[no-untyped-def]
+        return run(context, given)
+
+    if config := next((each for each in taken if each.name == CONFIG and CONFIG not in ins), None):
+        # An empty annotation or default is none.
+        kind, default = annotation_of(train, config), config.default
+
+        def compute(context, config: kind = default, **given):  # type: ignore[misc, no-untyped-def, valid-type]
+            return run(context, {CONFIG: config, **given})
+
     if signature.return_annotation in (None, "None"):
-        returns = compute.__annotations__["return"] = None
-    compute.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
+        compute.__annotations__["return"] = None
     compute.__name__ = compute.__qualname__ = train.__name__
-    compute.__module__ = train.__module__
-    compute.__doc__ = train.__doc__
-    return decorator(**_with_resource(arguments, resource_key))(compute)
+    compute.__module__, compute.__doc__ = train.__module__, train.__doc__
+    return decorator(**_with_resource({**arguments, "ins": ins}, resource_key))(compute)
 
 
 def _with_resource(arguments: Mapping[str, Any], resource_key: str) -> dict[str, Any]:

@@ -41,11 +41,10 @@ def rendered_fields(dag_id: str) -> dict[str, Any]:
 def test_the_credentials_of_addresses_are_masked_as_they_are_rendered(
     dag: Any, monkeypatch: pytest.MonkeyPatch, field: str, template: Any
 ) -> None:
-    from airflow_rankzero import TorchDistributorOperator
-    from airflow_rankzero import hooks as target
+    from airflow_rankzero import TorchDistributorOperator, _compat
 
     masked: list[str] = []
-    monkeypatch.setattr(target, "mask_secret", masked.append)
+    monkeypatch.setattr(_compat, "mask_secret", masked.append)
     token = f"{TOKEN}-{field}"
     task = TorchDistributorOperator(task_id="train", train=show, **{field: template})
     task.render_template_fields({"dag": dag, "params": {"token": token}})

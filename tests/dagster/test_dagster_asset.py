@@ -188,6 +188,13 @@ def test_functions_that_cannot_run_on_ranks_are_refused_when_defined(train: obje
         torch_asset()(train)
 
 
+def test_an_input_without_a_parameter_is_refused_when_defined() -> None:
+    with pytest.raises(dg.DagsterInvalidDefinitionError, match="ins has 'data', but model has no such parameter"):
+
+        @torch_asset(ins={"data": dg.AssetIn(), "order": dg.AssetIn(dagster_type=dg.Nothing)})
+        def model(features: object) -> None: ...
+
+
 def test_checks_are_what_rank_zero_reported(resources: dict[str, object]) -> None:
     @torch_asset(
         check_specs=[dg.AssetCheckSpec(name, asset="model") for name in ("finite", "better", "forgotten")],

@@ -12,6 +12,7 @@ from tests.conftest import ROOT
 from tests.dagster.dagster_events import metadata_of
 
 from dagster_rankzero import TorchDistributorResource
+from rankzero import RunHandle
 
 EXAMPLES = ROOT / "example_dags"
 
@@ -57,7 +58,8 @@ def test_each_day_starts_from_the_weights_of_the_day_before(load: Load, instance
     for day in ("2026-01-01", "2026-01-02", "2026-01-04"):
         run(defs, "daily_scans", instance, day)
         result = run(defs, "daily_model", instance, day)
-        losses[day] = metadata_of(result, "daily_model")["reports"].records[0].data["loss"]
+        run_directory = metadata_of(result, "daily_model")["run_directory"]
+        losses[day] = next(iter(RunHandle.attach(run_directory).metrics()))["loss"]
         (evaluation,) = result.get_asset_check_evaluations()
         assert evaluation.passed
     # The third of January was lost: the fourth starts from scratch, like the first.

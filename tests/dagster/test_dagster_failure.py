@@ -9,14 +9,7 @@ from tests.dagster.dagster_events import failure_of, retries_of
 
 from dagster_rankzero import TorchDistributorResource, torch_asset
 from dagster_rankzero.step import as_failure
-from rankzero import (
-    EngineError,
-    HangError,
-    InsufficientSlotsError,
-    RankZeroError,
-    RunCancelledError,
-    StartTimeoutError,
-)
+from rankzero import EngineError, HangError, RankZeroError, RunCancelledError
 
 
 @pytest.mark.parametrize("error", [RunCancelledError("by a user", requested=True), EngineError("the driver died")])
@@ -27,8 +20,6 @@ def test_dagster_retries_what_the_rule_of_core_allows(error: RankZeroError) -> N
 @pytest.mark.parametrize(
     ("error", "shown"),
     [
-        (InsufficientSlotsError("too few", needed=4, available=2), {"slots_needed": 4, "slots_available": 2}),
-        (StartTimeoutError("late", missing=["rank 1", "rank 3"]), {"missing": "rank 1, rank 3"}),
         (HangError("hung", missing=[1]), {"missing_ranks": "1"}),
         (EngineError("gone"), {}),
     ],
