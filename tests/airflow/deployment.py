@@ -121,15 +121,6 @@ class Deployment:
         ended += [name for name in COMPONENTS if (pid := self._pid(name)) and not is_alive(pid)]
         assert not ended, f"{ended} ended: {(self._home / f'{ended[-1]}.log').read_text()[-3000:]}"
 
-    def kill(self, name: str) -> None:
-        """Ends a component and its helpers at once, as the death of their host does."""
-        pid = self._pid(name)
-        assert pid
-        os.killpg(pid, signal.SIGKILL)
-        wait_until(lambda: not is_alive(pid), STOP_TIMEOUT, f"the end of the {name}")
-        # The next one writes it again.
-        (self._home / f"{name}.pid").unlink()
-
     def _pid(self, name: str) -> int | None:
         """The process of a component; None before it has begun."""
         try:
