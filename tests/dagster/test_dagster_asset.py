@@ -197,26 +197,6 @@ def test_an_input_without_a_parameter_is_refused_when_defined() -> None:
         def model(features: object) -> None: ...
 
 
-def test_checks_are_what_rank_zero_reported(resources: dict[str, object]) -> None:
-    @torch_asset(
-        check_specs=[dg.AssetCheckSpec(name, asset="model") for name in ("finite", "better", "forgotten")],
-        num_processes=2,
-    )
-    def model() -> int:
-        # Rank 0's word counts.
-        rt.report({"check/finite": rt.get_context().rank == 0, "check/better": False})
-        return 1
-
-    result = dg.materialize([model], resources=resources)
-    evaluations = {evaluation.check_name: evaluation for evaluation in result.get_asset_check_evaluations()}
-    assert {name: evaluation.passed for name, evaluation in evaluations.items()} == {
-        "finite": True,
-        "better": False,
-        "forgotten": False,
-    }
-    assert "check/forgotten" in evaluations["forgotten"].description
-
-
 def test_a_frame_that_is_an_input_is_a_dataset(
     torch_distributor: TorchDistributorResource, tmp_path: Path, session: Any
 ) -> None:
