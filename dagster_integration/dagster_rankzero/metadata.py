@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dagster_rankzero._compat import OutputFacts, io_manager_of, name_of, outputs_of
+from dagster_rankzero._compat import OutputFacts, io_manager_of, outputs_of
 from dagster_rankzero.inputs import keys_of, wants_reference
 from rankzero.pipeline import attempt, curves, reports
 
@@ -160,45 +160,6 @@ def build_result(context: Any, handle: "RunHandle[Any]", value: Any, output: Out
         return dg.MaterializeResult(asset_key=key, metadata=metadata)
     version = dg.DataVersion(handle.result_ref().digest.rpartition(":")[2])
     return dg.MaterializeResult(asset_key=key, value=value, metadata=metadata, data_version=version)
-
-
-def by_output(function: str, value: Any, names: list[str], required: set[str]) -> dict[str, Any]:
-    """Returns rank 0's value by output name; raises dagster.Failure if an output is missing or unknown."""
-    if isinstance(value, tuple) and set(getattr(value, "_fields", ())) == set(names):
-        return dict(zip(value._fields, value, strict=True))  # type: ignore[attr-defined]
-    if isinstance(value, tuple) and len(value) == len(names):
-        return dict(zip(names, value, strict=True))
-    if isinstance(value, dict) and required <= set(value) <= set(names):
-        return value
-    got = f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
-    if isinstance(value, dict):
-        got = f"a dict with the keys {', '.join(sorted(map(str, value)))}"
-    raise dg.Failure(
-        f"{function} returned {got}; return a dict with the keys {', '.join(names)}, or a tuple in this order, and "
-        "re-execute the whole step: from the failure it would get the same value again",
-        allow_retries=False,
-    )
-
-
-def take_single(context: Any, result: Any, keys: list[str]) -> Any:
-    """Returns the result of a step for its IO manager: a single partition's value is taken out of the dict by key.
-
-    The keys are the ``partition_keys`` that the function got; empty if it does not take them.
-    """
-    value = of_single(result.value, keys, name_of(context))
-    if value is result.value:
-        return result
-    if isinstance(result, dg.MaterializeResult):
-        # The version belongs to the dict, not to the value.
-        return result._replace(value=value, data_version=None)
-    return dg.Output(value, metadata=result.metadata)
-
-
-def of_single(value: Any, keys: list[str], name: str) -> Any:
-    """Returns the value of the only partition from a dict by key; any other value unchanged, for the IO manager."""
-    if len(keys) == 1 and isinstance(value, Mapping):
-        return by_partition(value, keys, name)[keys[0]]
-    return value
 
 
 def by_partition(value: Any, keys: list[str], name: str) -> dict[str, Any]:

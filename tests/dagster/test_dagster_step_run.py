@@ -17,7 +17,7 @@ from dagster_rankzero import step as steps
 from dagster_rankzero._compat import MULTIPROCESS
 from dagster_rankzero.step import Step, follow, open_run
 from rankzero import InvalidJobError, Launcher, RankZeroError, RunHandle
-from rankzero.pipeline import Opened
+from rankzero.pipeline import EngineOpened, LineWritten, Opened
 from rankzero.run import lease as leases
 
 LOG = logging.getLogger(__name__)
@@ -158,6 +158,24 @@ def test_a_second_training_of_a_name_is_refused(step: Step, open_step: Open, nam
                 pass
         assert not first.handle.status().final
         assert first.handle.submission == 0
+
+
+def test_the_step_s_log_has_the_address_of_the_spark_ui_while_ranks_train(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Following:
+        ended = True
+
+        def poll(self) -> Iterator[Any]:
+            yield EngineOpened("http://driver:4040")
+            yield LineWritten("[0] trains")
+
+    monkeypatch.setattr(steps, "Follower", lambda *_, **__: Following())
+    caplog.set_level(logging.INFO)
+    opened: Any = Opened(SimpleNamespace(id="run"))  # type: ignore[arg-type]
+    assert list(follow(opened, None, LOG, None)) == []
+    assert "[0] trains" in capsys.readouterr().out
+    assert "http://driver:4040" in caplog.text
 
 
 def test_a_training_ends_whose_dagster_run_was_deleted(
