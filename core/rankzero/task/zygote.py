@@ -81,7 +81,13 @@ class Zygote:
             line = b"" if not ready or self._owner in ready or forked.touches_gpu() else _read(self._lines.readline)
             # Else a request to kill an agent that has ended.
             if line.startswith(b"{") or not line:
-                is_usable = line.endswith(b"\n") and self._run_agent(json.loads(line))
+                is_usable = line.endswith(b"\n") and not self._is_let_go() and self._run_agent(json.loads(line))
+
+    def _is_let_go(self) -> bool:
+        """Returns True if the owner has let go, which does not wait for long imports: it has another agent by now."""
+        with contextlib.suppress(BlockingIOError):
+            return not self._channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        return False
 
     def _run_agent(self, config: dict[str, Any]) -> bool:
         """Runs an agent and ends what it leaves; returns False if this process must end, too."""
