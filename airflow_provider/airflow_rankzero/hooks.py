@@ -19,10 +19,11 @@ from urllib.parse import quote
 from airflow.sdk import BaseHook
 
 from airflow_rankzero import provider_info
-from airflow_rankzero._compat import AirflowNotFoundException, mask_secret
+from airflow_rankzero._compat import AirflowNotFoundException
 from airflow_rankzero.provider_info import CONN_FIELDS
+from airflow_rankzero.secrets import mask_secrets
 from rankzero.errors import InvalidJobError, RankZeroError
-from rankzero.pipeline import secrets_of, store
+from rankzero.pipeline import store
 
 if TYPE_CHECKING:
     from airflow.sdk import Connection
@@ -285,12 +286,6 @@ def _master(fields: _Fields) -> str:
     # A Spark standalone master listens on 7077 unless it is configured otherwise.
     port = port or (7077 if host.startswith("spark://") else None)
     return f"{host}:{port}" if port and ":" not in host.rpartition("://")[2] else host
-
-
-def mask_secrets(pairs: Mapping[str, Any]) -> None:
-    """Makes Airflow write ``***`` for the secret values in all later log lines and rendered fields of this process."""
-    for secret in secrets_of(pairs):
-        mask_secret(secret)
 
 
 # -- paths, which begin beside the DAG file: a worker's own directory means nothing, and a git bundle moves -----

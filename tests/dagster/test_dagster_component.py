@@ -153,27 +153,6 @@ def test_a_resource_of_its_own(sandbox: DefsFolderSandbox, tmp_path: Path) -> No
         assert {"working_dir/train.py", "py_files/shapes.py"} <= set(sent.namelist())
 
 
-def test_digits_of_an_environment_variable_are_text(
-    sandbox: DefsFolderSandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DB_PASSWORD", "84930218")
-    monkeypatch.setenv("SCALE", "1e5")
-    env = {"DB_PASSWORD": "{{ env.DB_PASSWORD }}", "SCALE": "{{ env.SCALE | tojson }}"}
-    for key in ("torch_distributor", None):
-        folder = component(
-            sandbox,
-            train_fn="tests.dagster.trained_component.world_size",
-            resource_key=key,
-            options={"env": env},
-            asset={"key": "size"},
-        )
-        with sandbox.load_component_and_build_defs(folder) as (_, defs):
-            resources = defs.resources or {}
-    (own,) = resources.values()
-    assert isinstance(own, TorchDistributorResource)
-    assert own.env == {"DB_PASSWORD": "84930218", "SCALE": "1e5"}
-
-
 def test_a_project_without_the_resource_is_told_which(sandbox: DefsFolderSandbox) -> None:
     folder = component(sandbox, train_fn="tests.dagster.trained_component.world_size", asset={"key": "size"})
     with (
