@@ -86,7 +86,7 @@ class Zygote:
             self._channel.settimeout(None)
             if self.is_alone:
                 self.agent = self._process
-            elif reply := self._reply(timeout):
+            elif (reply := self._reply(timeout)) and "pid" in reply:
                 self.agent = Agent(reply["pid"], self._process)
         return self.agent is not None
 
