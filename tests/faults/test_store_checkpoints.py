@@ -30,7 +30,7 @@ def through_driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     take = Server._take
 
     async def spying(server: Server, name: str, size: int, connection: Connection) -> None:
-        names.append(name.partition("-")[2])
+        names.append(name)
         await take(server, name, size, connection)
 
     monkeypatch.setattr(Server, "_take", spying)
@@ -116,7 +116,7 @@ def test_ranks_write_and_read_parts_by_what_they_have(
     handle = RunHandle.attach(f"{bucket}/runs/run")
     assert [manifest.index for manifest in handle.checkpoints()] == [0, 1]
     # The value itself is small.
-    assert (set(through_driver) != {"value"}) != is_direct
+    assert (set(through_driver) != {"rank-0-value"}) != is_direct
     assert len([key for key in keys(bucket) if "/checkpoints/" in key]) == 6
     assert unfinished(bucket) == []
 
@@ -187,7 +187,7 @@ def test_a_rank_that_the_store_refuses_sends_its_parts_to_the_driver(
 
     launcher = launcher.options(store=f"{bucket}/runs", run_id="run", max_restarts=1)
     assert launcher.run(refused) == [1, 0, NUMBERS, 2.0 * NUMBERS]
-    assert sorted(through_driver) == ["checkpoint-0-0", "checkpoint-0-1", "value"]
+    assert sorted(through_driver) == ["0000-000000-rank-0.torch", "0000-000000-rank-1.torch", "rank-0-value"]
 
 
 @pytest.mark.parametrize("missing", [["fsspec"], pytest.param(["fsspec", "pyarrow"], marks=pytest.mark.soak)])
@@ -203,7 +203,7 @@ def test_rank_0_writes_its_value_to_the_store(
     launcher = launcher.options(store=f"{bucket}/runs", run_id="run", env=env)
     found = launcher.run(value)
     assert found["w"][-1].item() == NUMBERS - 1
-    assert through_driver == (["value"] if len(missing) > 1 else [])
+    assert through_driver == (["rank-0-value"] if len(missing) > 1 else [])
     assert [key.rsplit("/", 1)[-1] for key in keys(bucket) if "/result/" in key] == ["value-0.torch"]
 
 

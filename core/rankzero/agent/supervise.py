@@ -31,7 +31,7 @@ from rankzero.channel import messages
 from rankzero.channel.client import Driver
 from rankzero.channel.connection import Connection
 from rankzero.channel.messages import Message, MessageError
-from rankzero.errors import LOST, PREEMPTED
+from rankzero.errors import LOST, PREEMPTED, RankZeroError
 from rankzero.host import network, processes
 from rankzero.host.processes import allow_open_files, settle_signals, watcher_of
 from rankzero.host.usage import UsageSampler
@@ -101,7 +101,8 @@ class Agent:
         """Ends the agent with the error of a task that failed."""
         self._tasks.discard(task)
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
-            traceback.print_exception(error)
+            if not isinstance(error, RankZeroError):
+                traceback.print_exception(error)
             sys.exit(f"on {socket.gethostname()}: {type(error).__name__}: {error}")
 
     # -- the driver ----------------------------------------------------------------------------
