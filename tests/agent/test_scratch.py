@@ -64,7 +64,7 @@ def test_of_a_holder_that_stands_still_and_dies_nothing_is_left(
 
     async def main() -> None:
         received, secret = Received(), new_secret()
-        server = Server(secret, received, directory=str(tmp_path))
+        server = Server(secret, received, {}, {}, str(tmp_path))
         port = await server.start(listen("127.0.0.1", None))
         settings = {**config, "driver": [["127.0.0.1"], port], "secret": secret}
         with made.open("w") as output:

@@ -126,7 +126,7 @@ class Attempt:
         directory = self._scratch.path if self._scratch else own.path("result")
         self._facts = Facts(job.num_processes, own.run.directory)
         self._storage = Storage(own, number, self._committer, self._facts, directory)
-        tls = self._identity.context if self._identity else None
+        tls = self._identity[1] if self._identity else None
         self._agents = Agents(run, job, number, num_agents, self._storage, self._secret, tls)
 
     async def _launch(self, session: EngineSession, num_tasks: int) -> None:
@@ -148,7 +148,7 @@ class Attempt:
             "driver": [hosts, port],
             "secret": self._secret,
             "caller": caller_process(),
-            "certificate": base64.b64encode(self._identity.certificate).decode() if self._identity else None,
+            "certificate": base64.b64encode(self._identity[0]).decode() if self._identity else None,
         }
         self._run.recorder.note_places(job.num_processes, held=True)
         launch = functools.partial(session.launch, num_tasks, config, self._agents.engine_end())

@@ -105,12 +105,11 @@ class Storage:
             part["uploaded"] = path
         self.committer.add(rank, part)
 
-    def finish(self, rank: int, task: int, message: Finished, metrics: dict[str, Any]) -> None:
+    def finish(self, rank: int, message: Finished, metrics: dict[str, Any]) -> None:
         """Records that a rank has finished. Rank 0 has finished when its value is stored, which `poll` notes.
 
         Args:
             rank: The rank.
-            task: Task of its agent.
             message: Its message.
             metrics: Rank 0's last metrics, for the summary of its value.
         """
@@ -121,7 +120,7 @@ class Storage:
         if self._kinds == {False}:
             # Other ranks may wait for one more whole checkpoint, since they have reported more often.
             self.committer.note_last()
-        path, is_uploaded = self._take(f"{task}-value")
+        path, is_uploaded = self._take("rank-0-value")
         if isinstance(is_uploaded, str):
             self.facts.refusal = _not_stored(is_uploaded)
             return

@@ -26,7 +26,6 @@ REAP_INTERVAL = 0.01  # Seconds between two polls for killed processes
 CLEANERS_TIMEOUT = bounds.stretched(1.0)  # For processes to remove the shared memory of killed ranks
 OPEN_FILES = 1 << 16  # Most open files of a process: some libraries iterate over all that a container allows, a billion
 _START = 19  # starttime is field 22 of /proc/PID/stat; the first that is left after the name is field 3.
-_USER = 11  # utime and stime are fields 14 and 15.
 STOPPED = frozenset("tT")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -157,14 +156,6 @@ def pidfd_of(process: dict[str, Any]) -> int | None:
     return descriptor
 
 
-def cpu_seconds(pid: int) -> float | None:
-    """Returns the seconds of processor time that a process and its threads have used; None where unknown."""
-    with contextlib.suppress(OSError, ValueError):
-        fields = _stat(pid)
-        return (int(fields[_USER]) + int(fields[_USER + 1])) / os.sysconf("SC_CLK_TCK")
-    return None
-
-
 def process_start(pid: int) -> str | None:
     """Returns when a process started, in clock ticks since the boot (Linux); distinguishes processes of one id."""
     with contextlib.suppress(OSError):
@@ -211,21 +202,6 @@ def _libc() -> Any:
     import ctypes
 
     return ctypes.CDLL(None)
-
-
-def signal_main_thread(pid: int, number: int) -> None:
-    """Sends a signal to the main thread of a process; on macOS, and with a glibc before 2.30, to one of its threads.
-
-    `os.kill` lets the kernel choose a thread: another one if the main thread has a signal that it has not handled yet,
-    since it gets no processor. On Linux, a process without a handler for the signal gets none.
-    """
-    caught = caught_signals(pid)
-    if caught is not None and number not in caught:
-        return
-    with contextlib.suppress(AttributeError, OSError):
-        if _libc().tgkill(pid, pid, number) == 0:
-            return
-    os.kill(pid, number)
 
 
 def become_subreaper() -> None:

@@ -129,8 +129,8 @@ def _writer(home: str) -> CheckpointWriter:
         if isinstance(message, messages.Part):
             manifest = Manifest.of_parts(home, 0, 1, {0: message.facts()})
             writer.committed(manifest.for_ranks([0]))
-        elif isinstance(message, messages.PartFailed):
-            writer.on_message(messages.NotCommitted(message.index))
+        elif isinstance(message, messages.Lost):
+            writer.on_message(message)
 
     start = messages.Start(run_directory=home, run_token="", shared=True, scratch=home)
     writer = CheckpointWriter(Parts(start, str), 0, 0, 1, send)

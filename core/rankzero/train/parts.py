@@ -38,8 +38,16 @@ class Parts:
     3. The host's scratch directory: the agent sends what is written there to the driver, and fetches what is needed.
     """
 
-    def __init__(self, start: Start, fetch: Callable[[str], str]) -> None:
-        """Prepares the access without connecting to a store; ``fetch`` has the agent fetch a file of the driver."""
+    def __init__(
+        self, start: Start, fetch: Callable[[str], str], put: Callable[[str, str], object] = lambda name, path: None
+    ) -> None:
+        """Prepares the access without connecting to a store.
+
+        Args:
+            start: The work of this rank.
+            fetch: Makes the agent fetch a file of the driver.
+            put: Makes the agent send a file to the driver, under a name.
+        """
         self.shared = start.shared
         self.run_directory = start.run_directory
         self._token = start.run_token
@@ -47,6 +55,7 @@ class Parts:
         checkpoint = start.checkpoint or {}
         self._resumed, self._resumed_place = checkpoint.get("id"), checkpoint.get("place") or start.run_directory
         self._fetch = fetch
+        self.put = put
         self._lock = threading.Lock()
         self._client: remote.Client | None = None
         self._is_connected = False
@@ -92,7 +101,7 @@ class Parts:
     def write(self, checkpoint: str, file: str, source: IO[bytes]) -> dict[str, Any]:
         """Copies an open file to a part, which exists completely or not at all.
 
-        Returns its ``path``, and ``shared``: True if that is in the run directory, so that the driver need not get it.
+        Returns its ``path``; ``shared``: True if that is in the run directory; else ``upload``, its name at the driver.
         Raises NotTakenError, or OSError if the disk cannot hold the part.
         """
         if client := self.client():
@@ -108,7 +117,10 @@ class Parts:
             local.flush()
             os.fsync(local.fileno())
             self.check_directory()
-        return {"path": path, "shared": self.shared}
+        if self.shared:
+            return {"path": path, "shared": True}
+        self.put(f"{checkpoint}-{file}", path)
+        return {"path": path, "shared": False, "upload": f"{checkpoint}-{file}"}
 
     def upload_value(self, path: str, name: str) -> str | None:
         """Copies rank 0's value to the store and returns its URL; None if this rank cannot, and the driver must."""

@@ -100,8 +100,6 @@ class CheckpointWriter:
         index, self._next = self._next, self._next + 1
         facts = {"id": self._name(index), "index": index, "sharded": sharded, "metrics": metrics, "time": when}
         facts["has_result"] = has_result or self.had_result
-        # From here on the agent gives this process its grace to finish, however the attempt ends.
-        self._send(messages.PartBegun(index))
         try:
             with self._blocking():
                 self._await_written()
@@ -120,7 +118,7 @@ class CheckpointWriter:
             self._fail(index, error)
             return
         except BaseException as error:
-            self._send(messages.PartFailed(index))
+            self._send(messages.Lost(index))
             if not isinstance(error, OSError):
                 raise
             raise ResultError(f"checkpoint {facts['id']} of rank {self._rank} cannot be written: {error}") from error
@@ -211,7 +209,7 @@ class CheckpointWriter:
 
     def _fail(self, index: int, error: Exception) -> None:
         """Reports a part that failed to the driver, and to the next report unless it may be written next time."""
-        self._send(messages.PartFailed(index))
+        self._send(messages.Lost(index))
         name = f"checkpoint {self._name(index)} of rank {self._rank}"
         if isinstance(error, NotTakenError):
             print(f"rankzero: {name} is left out: {error}; the previous one is complete")
@@ -223,7 +221,7 @@ class CheckpointWriter:
         """Handles a message of the driver about a checkpoint."""
         if isinstance(message, messages.Committed):
             self.committed(message.manifest)
-        elif isinstance(message, messages.NotCommitted):
+        elif isinstance(message, messages.Lost):
             self._settle(message.index)
 
     def committed(self, manifest: Mapping[str, Any]) -> None:

@@ -35,6 +35,7 @@ _BROKEN_LINE = re.compile(
 )
 """A line of a traceback that shows a broken collective."""
 _ROOM = os.path.dirname(__file__)
+_OWN_FRAME = re.compile(r'  File "(?:.*rankzero/(?:agent|host|task|worker)/\w+\.py|<string>)", line \d+ in ')
 
 RestartOn = Callable[[BaseException], Any] | Sequence[str | type[BaseException]]
 
@@ -173,3 +174,8 @@ def match(restart_on: RestartOn, error: BaseException, text: str) -> str | None:
         elif isinstance(error, wanted):
             return qualified_name(wanted)
     return None
+
+
+def is_own_frame(line: str) -> bool:
+    """Returns True for a line of faulthandler's output that shows a frame of rankzero, below the user's code."""
+    return bool(_OWN_FRAME.match(line))

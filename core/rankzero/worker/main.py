@@ -2,6 +2,7 @@
 
 `rankzero.channel.messages` lists what rank and agent send each other, in its order.
 When a rank hangs, it writes its stacks and what torch's flight recorder has to its log.
+Reports are appended to a file, which the agent reads: the last one before a SIGKILL arrives, too.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Set
+import traceback
+from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from rankzero.channel import messages
@@ -25,16 +28,10 @@ from rankzero.host import forks
 from rankzero.host.processes import caught_signals, end_with_parent, settle_signals
 from rankzero.worker import failures, rendezvous
 from rankzero.worker.call import call, run_exit_handlers
-from rankzero.worker.control import Control, out_of_reach
+from rankzero.worker.control import Control
 
 if TYPE_CHECKING:
     from rankzero.train.parts import Parts
-
-STACK_SIGNAL = signal.SIGURG
-"""Signal on which a worker writes the Python stack of its main thread, even if that is blocked in native code.
-
-A process whose handler a library has removed ignores this signal, and most others would end it.
-"""
 
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL})
 """Signals of crashes, on which faulthandler writes a stack."""
@@ -56,7 +53,7 @@ _LOST_RESULT = (
 )
 
 
-def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) -> NoReturn:
+def main(control_fd: int, reports_fd: int, agent_pid: int, exit_timeout: float) -> NoReturn:
     """Entry point of the worker process."""
     phases = {"started": time.time()}
     settle_signals()
@@ -64,12 +61,11 @@ def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) ->
     for stream in (sys.stdout, sys.stderr):
         # Line buffered, as on a terminal: a line is visible when it is printed, and costs one write.
         cast(io.TextIOWrapper, stream).reconfigure(line_buffering=True)
-    stack_fd = out_of_reach(stack_fd)
-    _write_stacks(stack_fd, frozenset())
-    control = Control(control_fd)
+    _show_crashes(frozenset())
+    control = Control(control_fd, reports_fd)
     ending = contextlib.ExitStack()
     try:
-        outcome = _work(control, ending, phases, stack_fd)
+        outcome = _work(control, ending, phases)
     except BaseException as error:
         if not control.is_own:
             _leave_fork(error)
@@ -90,7 +86,7 @@ def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) ->
 
 
 def _work(
-    control: Control, ending: contextlib.ExitStack, phases: dict[str, float], stack_fd: int
+    control: Control, ending: contextlib.ExitStack, phases: dict[str, float]
 ) -> messages.Finished | messages.Failed:
     """Runs the rank up to its outcome; ``ending`` gets the work that must finish even after a failure."""
     try:
@@ -98,7 +94,7 @@ def _work(
     except ImportError as error:
         return failures.no_torch(error)
     phases["imported"] = time.time()
-    control.send(messages.Ready())
+    control.send(messages.Reached("ready"))
     start = control.expect(messages.Start)
     from rankzero.train import context, parts
     from rankzero.train import writer as writers
@@ -107,7 +103,7 @@ def _work(
         # Of Intel's GPUs.
         start.context["backend"] = "xccl"
     world = context.TrainContext(**start.context)
-    files = parts.Parts(start, control.fetch)
+    files = parts.Parts(start, control.fetch, control.put)
     writer = writers.CheckpointWriter(files, world.attempt, world.rank, world.world_size, control.send, control.flush)
     session = context.install(world, control.report, writer, files, start.datasets, start.scratch)
     if start.checkpoint:
@@ -117,7 +113,12 @@ def _work(
         control.send(messages.Rendezvous(rendezvous.bind(start)))
     has_made_group = rendezvous.guard_groups()
     rendezvous.meet(control.expect(messages.Go), start.context["rank"])
-    control.listen(lambda message: _dump() if isinstance(message, messages.Dump) else writer.on_message(message))
+
+    def on_message(message: messages.Message) -> None:
+        writer.on_message(message)
+        _show_stack(message, control.send)
+
+    control.listen(on_message)
     if start.context["backend"] == "nccl" and not torch.cuda.is_available():
         raise RuntimeError(
             f"use_gpu=True and this task was given the GPUs {os.environ['CUDA_VISIBLE_DEVICES']!r}, but torch "
@@ -127,13 +128,12 @@ def _work(
     _count_optimizer_steps(session)
 
     def count_progress() -> int:
-        if (caught := caught_signals(os.getpid())) is not None:
-            _write_stacks(stack_fd, caught)
+        _show_crashes(caught_signals(os.getpid()))
         return session.count_progress()
 
     control.beat(start.beat_interval, count_progress)
     ending.callback(writer.finish)
-    control.send(messages.Entered(phases["started"], phases["imported"], time.time(), torch.__version__))
+    control.send(messages.Reached("entered", {**phases, "time": time.time(), "torch": torch.__version__}))
     value = call(start, control.fetch, lambda: bool(session.has_result or session.count_progress() or has_made_group()))
     if not control.is_own:
         _leave_fork(None)
@@ -145,7 +145,7 @@ def _work(
     for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
         # A timer that the function has left must not raise where its value is stored.
         signal.setitimer(timer, 0)
-    control.send(messages.Returned(time.time()))
+    control.send(messages.Reached("returned", {"time": time.time()}))
     writer.finish()
     if value is None:
         if start.context["rank"] == 0 and writer.had_result and not session.has_result:
@@ -157,21 +157,16 @@ def _work(
     return _commit(value, start, files)
 
 
-def _write_stacks(stack_fd: int, caught: Set[int]) -> None:
-    """Makes this process write its stack on `STACK_SIGNAL` and when it crashes.
+def _show_crashes(caught: Set[int] | None) -> None:
+    """Makes this process write a stack to its log when it crashes.
 
     Libraries that restore all handlers, as Lightning's Trainer does after each ``fit``, remove those of faulthandler,
     which `signal.getsignal` does not see. Each heartbeat therefore puts back those that are missing.
 
     Args:
-        stack_fd: Descriptor of the pipe for the stacks on `STACK_SIGNAL`.
-        caught: The signals for which this process has handlers, from any library.
+        caught: The signals for which this process has handlers, from any library; None if it is not known.
     """
-    if STACK_SIGNAL not in caught:
-        faulthandler.unregister(STACK_SIGNAL)
-        # The main thread only, which the signal interrupts: to walk running threads may crash (CPython issue 116008).
-        faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=False)
-    if not caught & _CRASHES:
+    if caught is not None and not caught & _CRASHES:
         faulthandler.disable()
         # The crashing thread alone: the stacks of all would push the last lines of the rank out of the log tail.
         faulthandler.enable(file=2, all_threads=False)
@@ -184,8 +179,16 @@ def _leave_fork(error: BaseException | None) -> NoReturn:
     forks.leave(forks.exit_code(error) if error else 0)
 
 
-def _dump() -> None:
-    """Writes the stacks of all threads and the state of the collectives of a hanging rank to its log."""
+def _show_stack(message: messages.Message, send: Callable[[messages.Message], None]) -> None:
+    """Replies to a request for this rank's stack, in the thread that receives it; its log shows more, if asked to."""
+    if not isinstance(message, messages.Dump):
+        return
+    frames = traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+    lines = [f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}' for frame, line in frames]
+    shown = [line.strip() for line in lines if not failures.is_own_frame(line)]
+    send(messages.Stack("\n".join(shown), time.process_time()))
+    if message.quiet:
+        return
     # No other thread runs meanwhile, since this one has the GIL.
     faulthandler.dump_traceback(file=2, all_threads=True)
     try:
@@ -254,12 +257,15 @@ def _commit(value: object, start: messages.Start, files: Parts) -> messages.Fini
     result = {"format": file_format, "size": size, "digest": digest, "path": path, "summary": summary}
     if file_format == formats.JSON and size <= INLINE_LIMIT:
         result["value"] = value
-        return messages.Finished(time.time(), result)
-    if size < 100 * INLINE_LIMIT:
-        summary |= _view(value)
-    if size > INLINE_LIMIT and (url := files.upload_value(path, f"value-{start.context['attempt']}.{file_format}")):
-        os.unlink(path)
-        result["path"] = url
+    else:
+        if size < 100 * INLINE_LIMIT:
+            summary |= _view(value)
+        name = f"value-{start.context['attempt']}.{file_format}"
+        if size > INLINE_LIMIT and (url := files.upload_value(path, name)):
+            os.unlink(path)
+            result["path"] = url
+    if not start.shared and result["path"] == path:
+        files.put("rank-0-value", path)
     return messages.Finished(time.time(), result)
 
 
