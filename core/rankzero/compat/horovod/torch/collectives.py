@@ -65,7 +65,7 @@ def checked_op(op: str | None, average: bool | None = None, known: Sequence[str]
     if average is not None and op is not None:
         raise ValueError("give op= or average=, not both")
     if op not in (None, *known):
-        error = NotImplementedError if op == Adasum else ValueError
+        error: type[Exception] = NotImplementedError if op == Adasum else ValueError
         raise error(f"op is {op!r}; use {' or '.join(f'hvd.{each}' for each in known)}")
     return SUM if average is False else op or AVERAGE
 
