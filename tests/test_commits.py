@@ -242,7 +242,7 @@ def test_files_of_the_user_beside_the_checkpoints_stay_and_are_not_read(work: Co
         (place / name).write_text("mine")
     (place / "0000-000009").write_text("mine")
     mine = {path for path in place.rglob("*") if not path.is_relative_to(place / "0000-000000")}
-    for file in ("rank-0.json", "pieces.jsonl", f".writing-{'0a' * 8}"):
+    for file in ("rank-0.json", f".writing-{'0a' * 8}"):
         (place / "0000-000002").mkdir(exist_ok=True)
         (place / "0000-000002" / file).write_text("not committed")
 

@@ -7,11 +7,12 @@ entry here, and the code that uses it.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +21,6 @@ from rankzero.bounds import EXIT_TIMEOUT, STOP_GRACE
 from rankzero.errors import InvalidJobError
 from rankzero.job import CheckpointConfig, world_bounds
 from rankzero.kinds import Kind, NumProcesses, RestartOn
-from rankzero.texts import with_matches
 
 if TYPE_CHECKING:
     from rankzero.engines.base import Engine
@@ -123,7 +123,6 @@ class Options:
             there (in the format of .gitignore) are not shipped.
         py_files: Python files, zips, eggs, wheels and directories of packages to ship, for ranks to import. Modules
             that a function or script imports are shipped automatically; these are for imports that cannot be found.
-        excludes: Patterns, as in a .gitignore, of files in ``working_dir`` and ``py_files`` that are not shipped.
         trackers: External systems that receive the run's events, such as ``[MLflow()]``: see
             `rankzero.tracking.Tracker`. A run never waits for a tracker, and never fails because of one.
 
@@ -159,7 +158,6 @@ class Options:
     code_version: str | None = option(None, kinds.TEXT)
     working_dir: str | os.PathLike[str] | None = option(None, kinds.PATH, late=True)
     py_files: Sequence[str | os.PathLike[str]] = option((), kinds.PATHS, late=True)
-    excludes: Sequence[str] = option((), kinds.PATHS, late=True)
     trackers: Sequence[Tracker] = option((), Kind(_check_trackers), shown=False)
 
     if not TYPE_CHECKING:
@@ -232,11 +230,18 @@ TABLE = {
 }
 """The options by name."""
 
+HELP = "".join(f"        {each.name}: {each.help}\n" for each in TABLE.values())
+"""The descriptions of all options, as the docstring of a class has those of its attributes."""
+
 
 def refuse_unknown(given: Iterable[str]) -> None:
     """Raises InvalidJobError for names that are no options, with the options that they may stand for."""
-    if unknown := [with_matches(name, TABLE) for name in given if name not in TABLE]:
-        raise InvalidJobError(f"Launcher has no option {', '.join(unknown)}; its options are {', '.join(TABLE)}")
+    for name in given:
+        if name not in TABLE:
+            # At the default of 0.6 "store" would be suggested for "mastr".
+            similar = difflib.get_close_matches(name, TABLE, n=2, cutoff=0.7)
+            meant = f" (did you mean {' or '.join(map(repr, similar))}?)" if similar else ""
+            raise InvalidJobError(f"Launcher has no option {name!r}{meant}; its options are {', '.join(TABLE)}")
 
 
 def step_options(late: str = "", **changes: Mapping[str, Any]) -> dict[str, Option]:
@@ -254,20 +259,3 @@ def step_options(late: str = "", **changes: Mapping[str, Any]) -> dict[str, Opti
             sentences = facts.pop("help"), facts.pop("more", ""), late if each.late else ""
             found[each.name] = replace(each, help=" ".join(filter(None, sentences)), **facts)
     return found
-
-
-def described(options: Mapping[str, Option]) -> Callable[[type[T]], type[T]]:
-    """Returns a decorator that puts the help of options into a class's docstring, in place of its ``**options`` line.
-
-    Args:
-        options: The options by name.
-    """
-
-    def decorate(cls: type[T]) -> type[T]:
-        entries = [f"{each.name}: {each.help}" for each in options.values()]
-        cls.__doc__ = re.sub(
-            r"( +)\*\*options: .*", lambda found: found[1] + f"\n{found[1]}".join(entries), cls.__doc__ or ""
-        )
-        return cls
-
-    return decorate

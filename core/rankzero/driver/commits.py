@@ -18,7 +18,6 @@ from rankzero.job import CheckpointConfig
 from rankzero.run.checkpoints import (
     FOLDER,
     MANIFEST,
-    PIECES,
     Manifest,
     damage_of,
     list_committed,
@@ -282,9 +281,6 @@ class Committer:
         if self._closed:
             raise OSError("the attempt ended before the store had taken it")
         self.check_owner()
-        if any("pieces" in part for part in parts.values()):
-            lines = [part.get("pieces", "") for _, part in sorted(parts.items())]
-            store.write_bytes(store.join(folder, PIECES), "\n".join(lines).encode(), durable=True)
         store.write_bytes(store.join(folder, MANIFEST), json.dumps(manifest.to_json()).encode(), durable=True)
         store.sync_directory(self._own.path(FOLDER))
         return manifest

@@ -75,10 +75,9 @@ class HangWatch:
 
     @property
     def texts(self) -> dict[int, str]:
-        """The stack of each rank as text, or that its agent did not reply."""
-        return {
-            rank: self.stacks[rank].text if rank in self.stacks else policy.NO_REPLY for rank in sorted(self._ranks)
-        }
+        """The stack of each rank as text, or why there is none."""
+        without = {rank: "it had returned" if rank in self._returned else policy.NO_REPLY for rank in self._ranks}
+        return dict(sorted((without | {rank: stack.text for rank, stack in self.stacks.items()}).items()))
 
     def is_hung(self, now: float, bound: float, over: Set[int]) -> bool:
         """Returns True if no rank has progressed or, once all have returned, one of them has sent no heartbeat.

@@ -45,21 +45,14 @@ logger = logging.getLogger(__name__)
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"  # Format of the lines in a driver's own log
 
 
-def when_gone(process: dict[str, Any] | None, then: Callable[[], None], *pipes: int) -> None:
-    """Calls a function, in a thread, once a process has exited.
-
-    Args:
-        process: The process, as `this_process` describes it.
-        then: The function.
-        pipes: Descriptors whose input or end of file counts, too. Of a pipe of the process alone, a child that the
-            process has forked may keep the other end open for longer.
-    """
-    watched = None if process is None else pidfd_of(process)
-    sources, interval = ([*pipes], bounds.POLL_INTERVAL_LONGEST) if watched is None else ([*pipes, watched], None)
+def when_gone(process: dict[str, Any], then: Callable[[], None]) -> None:
+    """Calls a function, in a thread, once a process, as `this_process` describes it, has exited."""
+    watched = pidfd_of(process)
+    sources, interval = ([], bounds.POLL_INTERVAL_LONGEST) if watched is None else ([watched], None)
 
     def watch() -> None:
         try:
-            while not (process and is_gone(process)) and not readable(sources, interval):
+            while not is_gone(process) and not readable(sources, interval):
                 pass
         finally:
             # Also if the process cannot be watched any more: a run without its owner must not train on.
@@ -73,21 +66,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m rankzero.driver.main", description=__doc__)
     parser.add_argument("run_directory")
     parser.add_argument("--submission", type=int, required=True, help="which submission of the run to drive")
-    parser.add_argument(
-        "--owner", type=int, help="file descriptor of a pipe; input or end of file there cancels the run"
-    )
     arguments = parser.parse_args()
     settle_signals()
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-    drive(RunDirectory(arguments.run_directory), arguments.submission, json.load(sys.stdin), arguments.owner)
+    drive(RunDirectory(arguments.run_directory), arguments.submission, json.load(sys.stdin), is_here=True)
 
 
 def drive(
     run: RunDirectory,
     submission: int,
     private: Mapping[str, Any],
-    owner: int | None = None,
     engine: Engine | None = None,
+    *,
+    is_here: bool = False,
 ) -> NoReturn:
     """Claims a submission, drives it, and exits this process. It may delegate the submission to a driver in its stage.
 
@@ -95,8 +86,8 @@ def drive(
         run: The run.
         submission: Number of the submission.
         private: The result of `Request.private`, with the nonce of the submission.
-        owner: File descriptor of the owner's pipe; None for a run with a lease.
         engine: The engine of a driver in its stage; None takes the engine of the job.
+        is_here: True on the submitter's machine, where the owner of the run can be watched; else it renews a lease.
     """
     # A store that fails for a moment must not end the run.
     job = store.patiently(lambda: run.job_of(submission), STORE_OUTAGE(), STORE_RETRY_INTERVAL(), store.is_missing)
@@ -114,6 +105,7 @@ def drive(
     trackers = private.get("trackers")
     # The modules of the trackers' classes are found there.
     sys.path += [entry for entry in (trackers or {}).get("path", ()) if entry not in sys.path]
+    owner = job.owner if is_here else None
     driver = Driver(own, engine, private["env"], leased=owner is None, trackers=trackers)
 
     def on_signal(number: int, _: object) -> None:
@@ -124,7 +116,7 @@ def drive(
     signal.signal(CANCEL, lambda *_: driver.inbox.cancel())
     if owner is not None:
         exited = "the process that called run() has exited"
-        when_gone(job.owner, functools.partial(driver.inbox.interrupt, exited), owner)
+        when_gone(owner, functools.partial(driver.inbox.interrupt, exited))
     elif private.get("retrier"):
         when_gone(private["retrier"], driver.inbox.note_retrier_gone)
     code = 1

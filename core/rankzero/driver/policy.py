@@ -107,7 +107,7 @@ def beat_interval(hang_timeout: float | None) -> float:
     return HEARTBEAT_INTERVAL if hang_timeout is None else min(HEARTBEAT_INTERVAL, hang_timeout / 5)
 
 
-NO_REPLY = "no answer: its agent or the network hangs"
+NO_REPLY = "no answer: it is stopped (SIGSTOP) or runs native code that holds the GIL, or its agent or network hangs"
 """The stack of a rank whose agent did not reply to a request for it."""
 
 

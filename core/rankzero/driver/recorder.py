@@ -18,7 +18,7 @@ from typing import Any
 from rankzero import bounds, store
 from rankzero.bounds import DRIVER_DEAD_AFTER, HEARTBEAT_INTERVAL, STORE_OUTAGE
 from rankzero.errors import ResultError
-from rankzero.host.processes import process_namespace, process_start, this_thread
+from rankzero.host.processes import process_namespace, process_start
 from rankzero.masking import Mask
 from rankzero.run.directory import Submission
 from rankzero.run.growing import Appender, PieceWriter
@@ -104,8 +104,8 @@ class Recorder:
             self._flusher.start()
 
     def note_thread(self) -> None:
-        """Records the calling thread as the driver, for readers that query the kernel whether it is alive."""
-        self._writer.note(driver_thread=this_thread())
+        """Records whether the driver is a thread of its caller's process, which may outlive it."""
+        self._writer.note(driver_thread=threading.current_thread() is not threading.main_thread())
 
     def note_places(self, ranks: int, *, held: bool) -> None:
         """Measures how long the ranks of an attempt occupy their slots, which is the cost of a training.

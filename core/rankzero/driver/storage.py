@@ -20,7 +20,7 @@ from rankzero.driver.commits import Committer, NotOwnerError
 from rankzero.driver.ending import Facts
 from rankzero.driver.tables import remove_rows
 from rankzero.errors import ResultError
-from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES, Manifest
+from rankzero.run.checkpoints import FOLDER, MANIFEST, Manifest
 from rankzero.run.directory import Submission
 from rankzero.task.scratch import lock_directory, make_scratch, scratch_root
 from rankzero.values.ref import ResultRef
@@ -105,12 +105,11 @@ class Storage:
             part["uploaded"] = path
         self.committer.add(rank, part)
 
-    def finish(self, rank: int, task: int, message: Finished, metrics: dict[str, Any]) -> None:
+    def finish(self, rank: int, message: Finished, metrics: dict[str, Any]) -> None:
         """Records that a rank has finished. Rank 0 has finished when its value is stored, which `poll` notes.
 
         Args:
             rank: The rank.
-            task: Task of its agent.
             message: Its message.
             metrics: Rank 0's last metrics, for the summary of its value.
         """
@@ -121,7 +120,7 @@ class Storage:
         if self._kinds == {False}:
             # Other ranks may wait for one more whole checkpoint, since they have reported more often.
             self.committer.note_last()
-        path, is_uploaded = self._take(f"{task}-value")
+        path, is_uploaded = self._take("rank-0-value")
         if isinstance(is_uploaded, str):
             self.facts.refusal = _not_stored(is_uploaded)
             return
@@ -203,7 +202,7 @@ def files_of(checkpoint: Manifest | None) -> dict[str, str]:
     if checkpoint is None:
         return {}
     files = {rank: part["file"] for rank, part in checkpoint.parts.items()}
-    files |= {"manifest": MANIFEST, "pieces": PIECES}
+    files["manifest"] = MANIFEST
     return {f"checkpoint-{name}": store.join(checkpoint.folder, file) for name, file in files.items()}
 
 

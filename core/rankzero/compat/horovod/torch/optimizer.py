@@ -121,7 +121,7 @@ class _Reducer:
             if self._has_peers and parameter.requires_grad and parameter not in self._hooked:
                 if before := _hooks.pop(parameter, None):
                     before.remove()
-                hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+                hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
                 _hooks[parameter] = hook
                 self._hooked.add(parameter)
 
