@@ -61,11 +61,12 @@ def synchronize(handle: Request | Sequence[Request]) -> Any:
 
 
 def checked_op(op: str | None, average: bool | None = None, known: Sequence[str] = _OPS) -> str:
-    """Returns the reduction that ``op`` or ``average`` names. Raises ValueError, also for Adasum."""
+    """Returns the reduction that ``op`` or ``average`` names. Raises ValueError, or NotImplementedError for Adasum."""
     if average is not None and op is not None:
         raise ValueError("give op= or average=, not both")
     if op not in (None, *known):
-        raise ValueError(f"op is {op!r}; use {' or '.join(f'hvd.{each}' for each in known)}")
+        error: type[Exception] = NotImplementedError if op == Adasum else ValueError
+        raise error(f"op is {op!r}; use {' or '.join(f'hvd.{each}' for each in known)}")
     return SUM if average is False else op or AVERAGE
 
 
@@ -140,7 +141,6 @@ def _differentiable(
     """Returns the results of an operation; ``backward`` makes gradients from its request and its results' gradients."""
     pairs = [compression.compress(tensor) for tensor in tensors]
     sent = [tensor for tensor, _ in pairs]
-    # autograd takes as long as a small message.
     has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sent)
     apply: Any = _Operation.apply if has_gradient else functools.partial(_Operation.forward, SimpleNamespace())
     found = apply(begin, backward, *sent)
