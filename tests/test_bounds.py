@@ -4,7 +4,7 @@ import pytest
 
 from rankzero import InvalidJobError, Launcher, bounds
 from rankzero.channel import server
-from rankzero.driver import commits, hangs, watch
+from rankzero.driver import hangs, storage, watch
 from rankzero.run import lease
 
 
@@ -79,7 +79,7 @@ def test_who_cancels_a_run_waits_longer_than_its_driver_takes_to_record_its_end(
 
 
 def test_a_rank_waits_for_its_checkpoints_as_long_as_the_driver_tries_to_store_them() -> None:
-    assert commits.CHECKPOINT_RETRY_TIMEOUT() < bounds.CHECKPOINT_COMMIT_TIMEOUT() < bounds.UNFINISHED_AFTER()
+    assert storage.CHECKPOINT_RETRY_TIMEOUT() < bounds.CHECKPOINT_COMMIT_TIMEOUT() < bounds.UNFINISHED_AFTER()
 
 
 def test_a_lease_outlasts_the_renewals_that_its_follower_may_miss() -> None:

@@ -36,11 +36,12 @@ async def ended(watch: Watch, inbox: Inbox, meanwhile: Callable[[], object] = la
 
 
 @pytest.mark.parametrize("cause", ["lease", "signal", "request", "silent"])
-def test_an_end_without_a_stored_request_is_noted_by_the_driver(run: Submission, cause: str) -> None:
-    """The file of a request shows other tries that the run ends."""
-    inbox, noted = Inbox(), []
-    recorder = Recorder(run, Mask())
-    watch = Watch(run, recorder, inbox, leased=cause == "lease", note_cancelling=lambda: noted.append(True))
+@pytest.mark.parametrize("drives", [True, False])
+def test_an_end_is_noted_by_the_driver_for_other_tries(run: Submission, cause: str, drives: bool) -> None:
+    inbox, recorder = Inbox(), Recorder(run, Mask())
+    if drives:
+        recorder.note_thread()
+    watch = Watch(run, recorder, inbox, leased=cause == "lease")
     if cause == "signal":
         inbox.interrupt("the driver got SIGTERM")
     if cause == "request":
@@ -49,7 +50,7 @@ def test_an_end_without_a_stored_request_is_noted_by_the_driver(run: Submission,
         # The store does not answer the process that cancels the run.
         inbox.cancel()
     error = asyncio.run(ended(watch, inbox))
-    assert bool(noted) == (cause != "request")
+    assert recorder.status.cancelling is drives
     assert error.requested == (cause in ("request", "silent"))
 
 

@@ -96,7 +96,7 @@ class Submitted:
         private: dict[str, Any] = {"env": {"TOKEN": "secret-of-the-user"}, "trackers": None}
         driver = Driver(self.own, self.engine, private["env"], leased=True)
         self.inbox = driver.inbox
-        delegation = Delegation(self.own, self.engine, private, driver)
+        delegation = Delegation(self.own, private, driver)
         self.followed: Future[bool] = pool.submit(lambda: asyncio.run(follow(driver, delegation)))
         until(lambda: self.engine.stages or self.followed.done(), WAIT, "a stage")
 

@@ -35,11 +35,6 @@ def file_of(rank: int, number: int, schema: Any) -> str:
     return f"part-{rank:05d}-{number:06d}-{digest}.parquet"
 
 
-def is_file(name: str) -> bool:
-    """Returns True for the name of a file of a table, complete or not."""
-    return bool(_FILE.fullmatch(name) or store.is_unfinished(name))
-
-
 def read_schemas(folder: str) -> dict[str, Any]:
     """Returns the distinct schemas of the files of a table, by the digest in the name of each file."""
     import pyarrow.parquet as pq

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from rankzero import bounds, store
 from rankzero.channel.connection import new_secret
 from rankzero.driver.driver import Driver
 from rankzero.driver.places import cancel_late
-from rankzero.engines.base import Engine
 from rankzero.errors import RankZeroError, StartTimeoutError
 from rankzero.run.directory import Submission
 from rankzero.task.stage import OVER
@@ -33,21 +32,12 @@ class Delegation:
     no status. After the driver in the stage has claimed it, this process only keeps the connection of the stage.
     """
 
-    def __init__(self, own: Submission, engine: Engine, private: Mapping[str, Any], driver: Driver) -> None:
-        """Prepares the object without opening a session.
-
-        Args:
-            own: The submission.
-            engine: The engine of a stage that may run the driver.
-            private: The result of `Request.private`.
-            driver: The driver of this process. Its inbox reports that this process must exit.
-        """
+    def __init__(self, own: Submission, private: Mapping[str, Any], driver: Driver) -> None:
+        """Prepares the object without opening a session. ``driver`` is that of this process."""
         self._own = own
-        self._job = own.job
         self._private = private
-        self._inbox = driver.inbox
-        self._recorder = driver.recorder
         self._watch = driver.watch
+        self._recorder = driver.recorder
         self._places = driver.places
         self._folder = own.path("stage")
         self._group: ConnectGroup | None = None
@@ -65,35 +55,34 @@ class Delegation:
         Raises:
             Exception: the store failed, and this process must not write.
         """
+        refused: Exception | bool = False
         try:
-            await self._start(time.monotonic() + self._job.start_timeout)
+            await self._start(time.monotonic() + self._own.job.start_timeout)
         except Exception as error:
-            if await self._claim():
-                return error
-        if not await reply_of(self._store.submit(self._own.has_driver), bounds.STORE_OUTAGE()) and await self._claim():
-            assert self._group
-            why = str(self._explain(self._group)).splitlines()[0]
-            self._recorder.announce("engine", f"the run is driven from this host, not in its stage: {why}")
-            return False
-        await self._follow()
-        return True
-
-    async def _claim(self) -> bool:
-        """Claims the submission and ends the stage; returns False if the driver in the stage has claimed it."""
-        if not await reply_of(self._store.submit(self._own.claim_driver), bounds.STORE_OUTAGE()):
-            return False
+            refused = error
+        must_claim = refused or not await self._asked(self._own.has_driver)
+        # The first claim counts: that of this process, or of the driver in the stage.
+        if not (must_claim and await self._asked(self._own.claim_driver)):
+            await self._follow()
+            return True
         if self._group:
             await done_within(bounds.STOP_MARGIN(), self._group.cancel)
         await self._places.close()
-        return True
+        if not refused:
+            why = str(self._explained()).splitlines()[0]
+            self._recorder.announce("engine", f"the run is driven from this host, not in its stage: {why}")
+        return refused
+
+    async def _asked(self, action: Callable[[], bool]) -> bool:
+        return await reply_of(self._store.submit(action), bounds.STORE_OUTAGE())
 
     async def _start(self, deadline: float) -> None:
         """Starts the stage, and returns when its driver has claimed the submission or the stage has ended."""
-        own, job, env, began = self._own, self._job, self._private["env"], time.monotonic()
-        session = cast("ConnectSession", await self._places.open(job, env, deadline))
-        num_tasks = await self._places.reserve(job, session, deadline)
+        own, job, env, began = self._own, self._own.job, self._private["env"], time.monotonic()
+        session = cast("ConnectSession", await self._places.open(deadline))
+        num_tasks = await self._places.reserve(session, deadline)
         stage = {
-            "directory": self._own.run.directory,
+            "directory": own.run.directory,
             "nonce": job.nonce,
             "submission": job.submission,
             "folder": self._folder,
@@ -109,29 +98,25 @@ class Delegation:
             config = {"env": env, "use_gpu": job.use_gpu, "stage": stage}
             return session.host_driver(num_tasks, config, self._on_end)
 
-        self._group = await self._places.request(start, job, deadline, if_late=cancel_late)
-        say_at = began + bounds.WAITING_INTERVAL()
+        self._group = await self._places.request(start, deadline, if_late=cancel_late)
         while not self._ended:
-            if await self._inbox.reply_of(self._store.submit(own.has_driver), self._watch.check):
+            if await self._watch.inbox.reply_of(self._store.submit(own.has_driver), self._watch.check):
                 return
-            now = time.monotonic()
-            if now > deadline:
+            if (now := time.monotonic()) > deadline:
                 raise StartTimeoutError(
                     f"the stage of {num_tasks} tasks did not start within start_timeout={job.start_timeout} s: "
                     f"{session.place} may have fewer free slots; free some, or give more time",
                     missing=[f"task {task}" for task in range(num_tasks)],
                 )
-            if now > say_at:
-                say_at = now + bounds.WAITING_INTERVAL()
-                what = f"waiting for {session.place} to begin {num_tasks} tasks, for {now - began:.0f} s"
-                self._recorder.announce("waiting", what)
-            await self._inbox.wait(bounds.POLL_INTERVAL)
+            what = f"waiting for {session.place} to begin {num_tasks} tasks, for {now - began:.0f} s"
+            self._recorder.note_waiting(what)
+            await self._watch.inbox.wait(bounds.POLL_INTERVAL)
 
     async def _follow(self) -> None:
         """Keeps the connection until the stage has ended; this process may exit before that."""
         if not self._group:
             return
-        logger.info("the run is driven in its stage; this process keeps the connection to %s", self._job.engine)
+        logger.info("the run is driven in its stage; this process keeps the connection to %s", self._own.job.engine)
         self._group.tolerate_outage()
         over_at = math.inf
 
@@ -147,15 +132,16 @@ class Delegation:
             if time.monotonic() - over_at > STAGE_END_TIMEOUT():
                 await done_within(bounds.STOP_MARGIN(), self._group.cancel)
                 return
-            if self._inbox.interrupted:
-                logger.info("this process exits (%s), and the stage continues", self._inbox.interrupted)
+            if self._watch.inbox.interrupted:
+                logger.info("this process exits (%s), and the stage continues", self._watch.inbox.interrupted)
                 return
-            await self._inbox.wait(bounds.POLL_INTERVAL)
-        logger.info("the stage has ended, with the driver of the run in it: %s", self._explain(self._group))
+            await self._watch.inbox.wait(bounds.POLL_INTERVAL)
+        logger.info("the stage has ended, with the driver of the run in it: %s", self._explained())
 
     def _on_end(self, error: BaseException | None) -> None:
         self._ended = error or RuntimeError("the stage ended before the run did")
-        self._inbox.wake()
+        self._watch.inbox.wake()
 
-    def _explain(self, group: ConnectGroup) -> RankZeroError:
-        return group.explain(self._ended or RuntimeError("the stage ended before the run did"))
+    def _explained(self) -> RankZeroError:
+        assert self._group
+        return self._group.explain(self._ended or RuntimeError("the stage ended before the run did"))

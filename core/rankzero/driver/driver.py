@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import os
@@ -37,7 +36,7 @@ from rankzero.masking import Mask, secrets_of
 from rankzero.run.directory import Submission
 from rankzero.run.handle import RunHandle
 from rankzero.run.names import REPORT_FILE
-from rankzero.threads import ActionThread, Flag, in_thread, reply_of
+from rankzero.threads import Flag, in_thread, reply_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +66,7 @@ class Driver:
             own: The submission to drive.
             engine: The engine that places the agents.
             env: The user's environment for the ranks.
-            leased: True if the run outlives its caller, and cancels itself when no process follows it
-                (`Job.orphan_timeout`).
+            leased: True if the run cancels itself when no process follows it (`Job.orphan_timeout`).
             trackers: The result of `rankzero.submit.pack.pack_trackers`, or None.
         """
         self._own = own
@@ -77,12 +75,9 @@ class Driver:
         self.inbox = Inbox()
         secrets = secrets_of(env) + secrets_of(engine.to_spec()[1].get("conf", {}))
         self.recorder = Recorder(own, Mask(secrets))
-        note = self._note_cancelling
-        self.watch = Watch(own, self.recorder, self.inbox, leased=leased, note_cancelling=note)
+        self.watch = Watch(own, self.recorder, self.inbox, leased=leased)
         self._trackers = Trackers(own, trackers)
-        self.places = Places(engine, own, self.recorder, self.inbox, self.watch.check)
-        self._drives = True
-        """False while another process may drive the run, and write its status."""
+        self.places = Places(engine, own, env, self.recorder, self.watch)
 
     def run(self, before: Callable[[], Awaitable[Exception | bool]] | None = None) -> None:
         """Runs the submission until it has ended. A failed run does not raise: its status reports the failure.
@@ -100,13 +95,11 @@ class Driver:
 
     async def _drive(self, before: Callable[[], Awaitable[Exception | bool]] | None) -> None:
         self.inbox.attach()
-        self._drives = before is None
         watching = asyncio.create_task(self.watch.follow())
         try:
             await self.watch.ready()
             refused = await before() if before else False
             if refused is not True:
-                self._drives = True
                 await self._run_to_its_end(refused or None)
         finally:
             watching.cancel()
@@ -114,19 +107,11 @@ class Driver:
 
     async def _run_to_its_end(self, refused: Exception | None) -> None:
         self.recorder.note_thread()
-        if self._job.submission:
-            # The page of the submission before.
-            self.watch.thread.submit(functools.partial(store.remove, self._own.run.path(REPORT_FILE)))
         self._trackers.start()
         try:
             outcome = await self._outcome(refused)
             # The files may be on a disk that hangs.
             await reply_of(in_thread(functools.partial(self.recorder.finish, **outcome), "rankzero-finish"))
-            if outcome["state"] == "succeeded" and self.recorder.is_success:
-                # The end is recorded, so no submission resumes from here and reads these rows.
-                removed = self.watch.thread.submit(functools.partial(remove_computed, self._job))
-                with contextlib.suppress(TimeoutError):
-                    await reply_of(removed, bounds.REPORT_TIMEOUT())
         finally:
             self._trackers.end()
             # After the final status, so callers do not wait while a SparkContext stops, which takes a second.
@@ -134,7 +119,27 @@ class Driver:
             if self._trackers:
                 await reply_of(in_thread(self._trackers.close, "rankzero-trackers"))
             if not self.recorder.superseded:
-                await write_report(self._own, self.watch.thread)
+                await self._after()
+
+    async def _after(self) -> None:
+        """Removes rows that no submission reads again, and writes the page of the run; a silent store is not awaited.
+
+        An error is only logged.
+        """
+
+        def act() -> None:
+            if self.recorder.is_success:
+                remove_computed(self._job)
+            try:
+                write_report(self._own)
+            except Exception as error:
+                logger.warning("the report of the run could not be written: %s; `rankzero report` makes it", error)
+
+        try:
+            await reply_of(self.watch.thread.submit(act), bounds.REPORT_TIMEOUT())
+        except TimeoutError:
+            what = "the report of the run takes more than %g s; `rankzero report` makes it"
+            logger.warning(what, bounds.REPORT_TIMEOUT())
 
     async def _outcome(self, refused: Exception | None) -> dict[str, Any]:
         """Returns the fields of the final status."""
@@ -202,12 +207,6 @@ class Driver:
             self.watch.check()
         await self.places.drop_broken()
 
-    def _note_cancelling(self) -> None:
-        """Records that the run is about to be cancelled, so that no other try attaches to it while its ranks stop."""
-        # A success stands, whatever the driver is asked for behind it.
-        if self._drives and not (self.recorder.status.cancelling or self.recorder.status.certain):
-            self.recorder.update(cancelling=True)
-
 
 def _restart_cause(error: BaseException) -> str | None:
     if isinstance(error, HangError):
@@ -257,26 +256,10 @@ class DriverThread(threading.Thread):
         return b""
 
 
-async def write_report(own: Submission, thread: ActionThread) -> None:
-    """Writes the page of a run that has ended. An error is only logged, and a silent store is not waited for.
+def write_report(own: Submission) -> None:
+    """Writes the page of a run that has ended."""
+    # Imported here, since no launch waits for it.
+    from rankzero.report import page
 
-    Args:
-        own: The submission.
-        thread: The thread that writes.
-    """
-
-    def write() -> None:
-        try:
-            # Imported here, since no launch waits for it.
-            from rankzero.report import page
-
-            text = page.draw(RunHandle(own.run.directory, job=own.job, follows=False))
-            store.write_bytes(own.run.path(REPORT_FILE), text.encode("utf-8", "replace"))
-        except Exception as error:
-            logger.warning("the report of the run could not be written: %s; `rankzero report` makes it", error)
-
-    timeout = bounds.REPORT_TIMEOUT()
-    try:
-        await reply_of(thread.submit(write), timeout)
-    except TimeoutError:
-        logger.warning("the report of the run takes more than %g s; `rankzero report` makes it", timeout)
+    text = page.draw(RunHandle(own.run.directory, job=own.job, follows=False))
+    store.write_bytes(own.run.path(REPORT_FILE), text.encode("utf-8", "replace"))

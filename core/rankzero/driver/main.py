@@ -46,13 +46,10 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"  # Format of the 
 
 
 def when_gone(process: dict[str, Any] | None, then: Callable[[], None], *pipes: int) -> None:
-    """Calls a function, in a thread, once a process has exited.
+    """Calls a function, in a thread, once a process has exited, which `this_process` describes.
 
-    Args:
-        process: The process, as `this_process` describes it.
-        then: The function.
-        pipes: Descriptors whose input or end of file counts, too. Of a pipe of the process alone, a child that the
-            process has forked may keep the other end open for longer.
+    Input or the end of file of one of the pipes counts, too. Of a pipe alone, a child that the process has forked may
+    keep the other end open for longer.
     """
     watched = None if process is None else pidfd_of(process)
     sources, interval = ([*pipes], bounds.POLL_INTERVAL_LONGEST) if watched is None else ([*pipes, watched], None)
@@ -68,16 +65,21 @@ def when_gone(process: dict[str, Any] | None, then: Callable[[], None], *pipes: 
     threading.Thread(target=watch, name="rankzero-owner", daemon=True).start()
 
 
-def main() -> None:
-    """Entry point of the detached driver."""
-    parser = argparse.ArgumentParser(prog="python -m rankzero.driver.main", description=__doc__)
+def _arguments(what: str | None, *options: tuple[str, dict[str, Any]]) -> argparse.Namespace:
+    """Returns the arguments of this process: the run directory, the submission to drive, and these options."""
+    parser = argparse.ArgumentParser(prog="python -m rankzero.driver.main", description=what)
     parser.add_argument("run_directory")
     parser.add_argument("--submission", type=int, required=True, help="which submission of the run to drive")
-    parser.add_argument(
-        "--owner", type=int, help="file descriptor of a pipe; input or end of file there cancels the run"
-    )
-    arguments = parser.parse_args()
+    for name, settings in options:
+        parser.add_argument(name, **settings)
     settle_signals()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Entry point of the detached driver."""
+    owner = {"type": int, "help": "file descriptor of a pipe; input or end of file there cancels the run"}
+    arguments = _arguments(__doc__, ("--owner", owner))
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     drive(RunDirectory(arguments.run_directory), arguments.submission, json.load(sys.stdin), arguments.owner)
 
@@ -129,7 +131,7 @@ def drive(
         when_gone(private["retrier"], driver.inbox.note_retrier_gone)
     code = 1
     try:
-        driver.run(Delegation(own, engine, private, driver).run if may_delegate else None)
+        driver.run(Delegation(own, private, driver).run if may_delegate else None)
         code = int(driver.recorder.superseded)
     except BaseException:
         logger.exception("the outcome of the run could not be written")
@@ -171,7 +173,8 @@ def main_in_stage() -> None:
     processes.signal_on_parent_death(signal.SIGKILL)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     stage = json.loads(sys.stdin.buffer.readline())
-    threading.Thread(target=_end_with_task, name="rankzero-task", daemon=True).start()
+    # The next submission of the run continues it.
+    when_gone(None, lambda: os._exit(1), sys.stdin.fileno())
     run = RunDirectory(stage["directory"])
     engine = StageEngine(
         stage["folder"], stage["num_tasks"], stage["host"], stage["secret"], stage["place"], stage["encrypts"]
@@ -182,15 +185,6 @@ def main_in_stage() -> None:
     drive(run, stage["submission"], stage, engine=engine)
 
 
-def _end_with_task() -> None:
-    """Exits when the task ends. The next submission of the run continues it."""
-    try:
-        while sys.stdin.buffer.read(1):
-            pass
-    finally:
-        os._exit(1)
-
-
 def main_on_cluster() -> None:
     """Entry point of a driver that a Spark cluster starts as the program of an application, below the driver's JVM.
 
@@ -199,12 +193,7 @@ def main_on_cluster() -> None:
     """
     from rankzero.engines.spark.submit import read_private
 
-    parser = argparse.ArgumentParser(description=main_on_cluster.__doc__)
-    parser.add_argument("run_directory")
-    parser.add_argument("--submission", type=int, required=True, help="which submission of the run to drive")
-    parser.add_argument("--private", required=True, help="where the secrets are: env:NAME or conf:NAME")
-    arguments = parser.parse_args()
-    settle_signals()
+    arguments = _arguments(__doc__, ("--private", {"required": True, "help": "where secrets are: env: or conf:NAME"}))
     parent = {"pid": os.getppid(), "start": process_start(os.getppid()), "namespace": process_namespace()}
     private = read_private(arguments.private)
     run = RunDirectory(arguments.run_directory)

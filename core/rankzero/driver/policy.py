@@ -15,7 +15,7 @@ from rankzero.errors import PREEMPTED
 from rankzero.job import Job
 
 RESTART_PAUSE_MAX = bounds.scaled(60.0)  # Longest pause in seconds before a restart
-AGENT_CONNECT_TIMEOUT_MIN = bounds.stretched(1.0)  # That an agent has at least to find its driver
+AGENT_CONNECT_TIMEOUT_MIN = bounds.stretched(1.0)  # Seconds that an agent has at least to find its driver
 GROWTH_TIMEOUT = bounds.scaled(30.0)  # Most seconds without a new slot until an elastic attempt starts
 FAILURES_OF_A_BAD_HOST = 2  # Failures of one host after which the run's lines name it
 
@@ -93,14 +93,6 @@ def starting_message(num_tasks: int, missing_tasks: Sequence[int], missing_ranks
     return f"every task has started, but {what}"
 
 
-def connect_timeout(left: float) -> float:
-    """Returns the seconds that an agent has to connect, from those that an attempt has left to start.
-
-    An agent gets less than all of them, so that its own error comes first: it lists the addresses that it tried.
-    """
-    return max(AGENT_CONNECT_TIMEOUT_MIN(), left * 0.9)
-
-
 def beat_interval(hang_timeout: float | None) -> float:
     """Returns the seconds between two heartbeats of a worker, short enough to notice a hang in time."""
     return HEARTBEAT_INTERVAL if hang_timeout is None else min(HEARTBEAT_INTERVAL, hang_timeout / 5)
@@ -122,11 +114,7 @@ def stack_lines(stacks: Mapping[int, str]) -> list[str]:
 
 
 def order_tasks(hosts: Sequence[str]) -> list[int]:
-    """Returns task indices in rank order: host by host, hosts in the order of their first task.
-
-    Args:
-        hosts: Host of each task, by task index.
-    """
+    """Returns the tasks in rank order: host by host, hosts in the order of their first task. Their index has a host."""
     first_seen = {host: index for index, host in reversed(list(enumerate(hosts)))}
     return sorted(range(len(hosts)), key=lambda task: (first_seen[hosts[task]], task))
 
@@ -134,18 +122,15 @@ def order_tasks(hosts: Sequence[str]) -> list[int]:
 def agent_config(job: Job, number: int, env: dict[str, str], seconds: float) -> dict[str, Any]:
     """Returns the configuration that the agents of an attempt share, except the address of their driver.
 
-    Args:
-        job: The job of the run.
-        number: The number of the attempt.
-        env: The user's environment for the ranks.
-        seconds: Seconds within which every rank must have started.
+    Its ``seconds`` are those within which every rank must have started. An agent gets less than all of them to connect,
+    so that its own error comes first: it lists the addresses that it tried.
     """
     return {
         "attempt": number,
         "use_gpu": job.use_gpu,
         "ports": job.ports,
         "grace": job.stop_grace,
-        "connect_timeout": connect_timeout(seconds),
+        "connect_timeout": max(AGENT_CONNECT_TIMEOUT_MIN(), seconds * 0.9),
         "exit_timeout": job.exit_timeout,
         "restart_count": number - job.first_attempt,
         "max_restarts": job.max_restarts,

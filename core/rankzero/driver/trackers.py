@@ -25,32 +25,24 @@ logger = logging.getLogger(__name__)
 
 
 class Trackers:
-    """The trackers of one submission, while this process drives it."""
+    """The trackers of one submission, while this process drives it; false if there are none."""
 
     def __init__(self, own: Submission, packed: Mapping[str, Any] | None) -> None:
-        """Prepares the threads, and starts none.
-
-        Args:
-            own: The submission, whose events trackers get.
-            packed: The result of `rankzero.submit.pack.pack_trackers`; None for no trackers.
-        """
+        """Prepares the threads, and starts none. `rankzero.submit.pack.pack_trackers` has packed the trackers."""
         self._ended = threading.Event()
         self._feeds = [_Feed(own, pickled, self._ended) for pickled in (packed or {}).get("pickles", ())]
 
     def __bool__(self) -> bool:
-        """Returns True if there are any."""
         return bool(self._feeds)
 
     def start(self) -> None:
-        """Starts the threads that call the trackers, if they do not run yet."""
+        """Starts the threads that call the trackers."""
         for feed in self._feeds:
-            if not feed.ident:
-                feed.start()
+            feed.start()
 
     def end(self) -> None:
         """Has each tracker called for the last time, since the run has ended. Does not wait."""
         self._ended.set()
-        self.start()
 
     def close(self) -> None:
         """Calls each tracker for the last time, and waits for that, at most `TRACKERS_TIMEOUT` seconds."""
@@ -73,31 +65,35 @@ class _Feed(threading.Thread):
         self._ended = ended
         self._tracker: Tracker | None = None
         self._has_begun = False
-        self._failures = 0
         self.what = "a tracker"
 
     def run(self) -> None:
         """Polls the events until the run has ended, and then once more."""
-        pause, has_ended = TRACKER_POLL_INTERVAL, False
+        pause, has_ended, has_warned = TRACKER_POLL_INTERVAL, False, False
         while not has_ended:
             has_ended = self._ended.wait(max(pause, self._handle.pace))
             try:
                 self._poll()
+                if has_ended and self._tracker:
+                    self._tracker.end(self._handle, self._handle.status())
                 pause = TRACKER_POLL_INTERVAL
             except Exception as error:
-                self._note(error)
                 pause = min(2 * pause, TRACKER_PAUSE_MAX())
-        if self._tracker and self._has_begun:
-            try:
-                self._tracker.end(self._handle, self._handle.status())
-            except Exception as error:
-                self._note(error)
-        if self._failures > 1:
-            logger.warning("%s has failed %d times", self.what, self._failures)
+                if not has_warned:
+                    # The error of a library may contain an address with a password, which it found in the environment.
+                    mask = Mask(secrets_of(vars(self._tracker) if self._tracker else {}) + secrets_of(os.environ))
+                    text = without_credentials(mask.text(f"{type(error).__name__}: {error}"))
+                    logger.warning("%s misses events of the run: %s", self.what, text)
+                has_warned = True
 
     def _poll(self) -> None:
         """Passes new events on to the tracker. Raises the tracker's exceptions."""
-        tracker = self._tracker = self._tracker or self._load()
+        tracker = self._tracker
+        if tracker is None:
+            tracker = self._tracker = pickle.loads(base64.b64decode(self._pickled))
+            self.what = type(tracker).__name__
+            if tracker.is_idempotent:
+                self._stream = self._handle.stream(EVENTS)
         if not self._has_begun:
             tracker.begin(self._handle)
             self._has_begun = True
@@ -110,18 +106,3 @@ class _Feed(threading.Thread):
             self._stream.position = after
             if not lines:
                 return
-
-    def _load(self) -> Tracker:
-        tracker: Tracker = pickle.loads(base64.b64decode(self._pickled))
-        self.what = type(tracker).__name__
-        if tracker.is_idempotent:
-            self._stream = self._handle.stream(EVENTS)
-        return tracker
-
-    def _note(self, error: Exception) -> None:
-        self._failures += 1
-        if self._failures == 1:
-            # The error of a library may contain an address with a password, which it found in the environment.
-            mask = Mask(secrets_of(vars(self._tracker) if self._tracker else {}) + secrets_of(os.environ))
-            text = without_credentials(mask.text(f"{type(error).__name__}: {error}"))
-            logger.warning("%s misses events of the run: %s", self.what, text)

@@ -103,40 +103,23 @@ class Watch:
     """Watches for a request to cancel, an interrupt, an abandoned lease and an end by another process.
 
     Attributes:
+        inbox: Receives the interrupt, and wakes the coroutine of the run.
         thread: Reads the run directory, and hangs if the store does.
         error: The error of a run that must end; None while it may continue.
         started_at: Monotonic time at which every rank of an attempt had first started, from which ``timeout`` counts.
     """
 
-    def __init__(
-        self,
-        own: Submission,
-        recorder: Recorder,
-        inbox: Inbox,
-        *,
-        leased: bool,
-        note_cancelling: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Prepares the watch; `follow` reads.
-
-        Args:
-            own: The submission.
-            recorder: Reports whether another process has ended it.
-            inbox: Receives the interrupt.
-            leased: False if the driver watches its owner by other means.
-            note_cancelling: Called before the run ends without a request in the store.
-        """
+    def __init__(self, own: Submission, recorder: Recorder, inbox: Inbox, *, leased: bool) -> None:
+        """Prepares the watch; `follow` reads. The lease counts unless the driver watches its owner by other means."""
         self._own = own
         self._recorder = recorder
-        self._inbox = inbox
-        self._note_cancelling = note_cancelling
+        self.inbox = inbox
         self._orphan_timeout = own.job.orphan_timeout if leased else None
         self._lease: bytes | None = None
         self._lease_seen = time.monotonic()
         self._next_lease = 0.0
         self._is_unreadable = False
         self._request: dict[str, Any] | None = None
-        self._is_lost = False
         self._abandoned = ""
         self.thread = ActionThread("rankzero-watch")
         self.error: RunCancelledError | None = None
@@ -153,7 +136,7 @@ class Watch:
 
     def is_called_off(self) -> bool:
         """Returns True if the run must end on request or because another driver has it."""
-        if (self._recorder.superseded or self._is_lost) and not self.error:
+        if self._recorder.superseded and not self.error:
             self.error = RunCancelledError(
                 "another process has ended this submission, since this driver seemed to be dead, or the run was removed"
             )
@@ -167,52 +150,42 @@ class Watch:
 
     async def follow(self) -> None:
         """Reads the run directory again and again, until the run must end."""
-        called = asyncio.create_task(self._inbox.called.wait())
+        called = asyncio.create_task(self.inbox.called.wait())
         reading = asyncio.create_task(self._read_until_ended())
         try:
             await asyncio.wait([called, reading], return_when=asyncio.FIRST_COMPLETED)
-            # The process that cancels the run writes its reason into the store after it has sent the signal.
-            await asyncio.wait([reading], timeout=2 * REASON_TIMEOUT())
+            if self.inbox.is_cancelled:
+                # The process that cancels the run writes its reason into the store after it has sent the signal.
+                await asyncio.wait([reading], timeout=2 * REASON_TIMEOUT())
+                self._request = self._request or {"reason": ""}
         finally:
             called.cancel()
             reading.cancel()
-        if self._request is None and self._inbox.is_cancelled:
-            self._request = {"reason": ""}
-            self._note_cancelling()
         if self._request is not None:
             text = ": ".join(filter(None, ["the run was cancelled on request", self._request["reason"]]))
             self.error = RunCancelledError(text, requested=True)
-        elif reason := self._inbox.interrupted or self._abandoned:
-            self._note_cancelling()
+        elif reason := self.inbox.interrupted or self._abandoned:
             self.error = RunCancelledError(reason, requested=False)
+        if self.error:
+            self._recorder.note_cancelling()
         self._has_read.set()
-        self._inbox.change()
+        self.inbox.change()
 
     async def _read_until_ended(self) -> None:
-        reads_since_call = 0
-        while not (self._request or self._abandoned or self._is_lost):
-            is_called = self._inbox.is_called
+        while True:
             await reply_of(self.thread.submit(self._read))
-            reads_since_call += is_called
-            if not (self._request or self._abandoned or self._is_lost):
-                self._has_read.set()
-            # The first of these reads may have begun before the request was written.
-            if reads_since_call == 2 and not self._inbox.is_cancelled:
+            if self._request or self._abandoned:
                 return
-            slow = self._own.is_remote and not is_called
+            self._has_read.set()
+            is_slow = self._own.is_remote and not self.inbox.is_called
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._recorder.status.interval if slow else READ_INTERVAL):
-                    await (asyncio.sleep(READ_INTERVAL / 4) if is_called else self._inbox.called.wait())
+                async with asyncio.timeout(self._recorder.status.interval if is_slow else READ_INTERVAL):
+                    await (asyncio.sleep(READ_INTERVAL / 4) if self.inbox.is_called else self.inbox.called.wait())
 
     def _read(self) -> None:
         try:
-            # On an object store, where each look is a request, the recorder looks.
-            self._is_lost = self._is_lost or (not self._own.is_remote and self._own.is_lost())
             self._request = self._request or self._own.cancel_request()
-            if self._orphan_timeout and time.monotonic() >= self._next_lease:
-                if self._own.is_remote:
-                    pause = min(self._orphan_timeout * LEASE_SHARE, LEASE_POLL_INTERVAL_MAX)
-                    self._next_lease = time.monotonic() + pause
+            if self._orphan_timeout:
                 self._check_lease(time.monotonic(), self._orphan_timeout)
             self._is_unreadable = False
         except Exception as error:
@@ -224,18 +197,18 @@ class Watch:
             self._is_unreadable = True
 
     def _check_lease(self, now: float, orphan_timeout: float) -> None:
+        if now < self._next_lease:
+            return
+        if self._own.is_remote:
+            self._next_lease = now + min(orphan_timeout * LEASE_SHARE, LEASE_POLL_INTERVAL_MAX)
         lease = self._own.lease()
         bound = bound_of(lease)
         seconds = orphan_timeout if bound is None else min(orphan_timeout, bound)
-        is_shortened = seconds < orphan_timeout
-        if self._inbox.is_retrier_gone:
+        if self.inbox.is_retrier_gone:
             seconds = min(seconds, MISSED_RENEWALS * interval_of(self._own, seconds))
         if lease != self._lease:
             self._lease, self._lease_seen = lease, now
         elif now - self._lease_seen > seconds:
-            who = "no process followed the run for orphan_timeout="
-            if is_shortened:
-                who = "its last follower was absent for "
-            if self._inbox.is_retrier_gone:
-                who = "the process that would have retried the step has exited, and no process followed the run for "
-            self._abandoned = f"{who}{seconds} s, so it cancelled itself"
+            why = "the process that would have retried the step has exited, and " if self.inbox.is_retrier_gone else ""
+            bound_text = f"orphan_timeout={seconds} s" if seconds == orphan_timeout else f"{seconds} s"
+            self._abandoned = f"{why}no process followed the run for {bound_text}, so it cancelled itself"
