@@ -3,9 +3,12 @@
 import pytest
 
 from rankzero import InvalidJobError, Launcher, bounds
-from rankzero.channel import server
-from rankzero.driver import hangs, storage, watch
+from rankzero.agent import ending, output, supervise
+from rankzero.channel import connection, server
+from rankzero.driver import attempt, hangs, places, storage, watch
 from rankzero.run import lease
+from rankzero.store import leftovers
+from rankzero.submit import durable
 
 
 @pytest.fixture(autouse=True, params=["0.02", "1", "4"])
@@ -34,11 +37,11 @@ def test_a_factor_that_is_no_positive_number_is_refused_before_anything_starts(
 
 def test_an_end_of_a_connection_is_lost_only_after_many_pings_and_a_cut_that_heals() -> None:
     # TCP sends again 12.6, 25.4 and 51 s after the begin of a cut, and Linux 6.15 every two seconds.
-    assert bounds.CONNECTION_LOST_AFTER() >= 40 * bounds.PING_INTERVAL * min(1.0, max(0.3, bounds.scale()))
+    assert bounds.CONNECTION_LOST_AFTER() >= 40 * connection.PING_INTERVAL * min(1.0, max(0.3, bounds.scale()))
 
 
 def test_an_agent_can_try_to_connect_again() -> None:
-    assert 2 * bounds.CONNECT_TIMEOUT() + bounds.HANDSHAKE_TIMEOUT() <= bounds.AGENT_CONNECT_TIMEOUT()
+    assert 2 * connection.CONNECT_TIMEOUT() + connection.HANDSHAKE_TIMEOUT() <= supervise.AGENT_CONNECT_TIMEOUT()
 
 
 def test_a_driver_is_dead_only_after_several_heartbeats() -> None:
@@ -54,32 +57,32 @@ def test_ranks_in_a_collective_without_the_others_are_named_before_they_count_as
 
 
 def test_a_temporary_file_of_a_store_that_is_out_for_a_while_does_not_count_as_left() -> None:
-    assert bounds.STORE_OUTAGE() < bounds.UNFINISHED_AFTER()
+    assert bounds.STORE_OUTAGE() < leftovers.UNFINISHED_AFTER()
 
 
 def test_the_driver_waits_longer_for_an_agent_than_the_agent_delivers_its_last_lines() -> None:
-    assert bounds.STOPPED_LINES_TIMEOUT() < bounds.STOP_MARGIN()
-    assert bounds.WORKER_EXIT_MARGIN() + bounds.LAST_LINES_STALL_TIMEOUT() < bounds.SUCCESS_END_TIMEOUT()
-    assert bounds.LAST_LINES_STALL_TIMEOUT() < bounds.LAST_LINES_TIMEOUT()
+    assert supervise.STOPPED_LINES_TIMEOUT() < bounds.STOP_MARGIN()
+    assert ending.WORKER_EXIT_MARGIN() + output.LAST_LINES_STALL_TIMEOUT() < attempt.SUCCESS_END_TIMEOUT()
+    assert output.LAST_LINES_STALL_TIMEOUT() < supervise.LAST_LINES_TIMEOUT()
 
 
 def test_the_driver_waits_longer_for_stacks_than_the_agent_gives_its_workers_to_write_them() -> None:
-    assert bounds.STACKS_TIMEOUT() < bounds.STACKS_WINDOW()
+    assert supervise.STACKS_TIMEOUT() < bounds.STACKS_WINDOW()
 
 
 def test_who_cancels_a_run_waits_longer_than_its_driver_takes_to_record_its_end() -> None:
     # Agents exit; the engine cancels them, and reports their end; the last checkpoint is stored.
     stops = 4 * bounds.STOP_MARGIN()
     # Connections are read to their end in both the cancel and the close of an attempt.
-    closes = 2 * server.LAST_READ_TIMEOUT() + bounds.SESSION_CLOSE_TIMEOUT()
+    closes = 2 * server.LAST_READ_TIMEOUT() + places.SESSION_CLOSE_TIMEOUT()
     # A store is asked who wants the end: by the last read that had begun, and by another one.
     asks = 2 * watch.REASON_TIMEOUT()
     assert stops + closes + asks < bounds.CANCEL_TIMEOUT()
-    assert bounds.OWNER_LEASE() < bounds.CANCEL_TIMEOUT()
+    assert durable.OWNER_LEASE() < bounds.CANCEL_TIMEOUT()
 
 
 def test_a_rank_waits_for_its_checkpoints_as_long_as_the_driver_tries_to_store_them() -> None:
-    assert storage.CHECKPOINT_RETRY_TIMEOUT() < bounds.CHECKPOINT_COMMIT_TIMEOUT() < bounds.UNFINISHED_AFTER()
+    assert storage.CHECKPOINT_RETRY_TIMEOUT() < bounds.CHECKPOINT_COMMIT_TIMEOUT() < leftovers.UNFINISHED_AFTER()
 
 
 def test_a_lease_outlasts_the_renewals_that_its_follower_may_miss() -> None:

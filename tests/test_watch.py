@@ -26,10 +26,13 @@ def run(tmp_path: Path) -> Submission:
 async def ended(watch: Watch, inbox: Inbox, meanwhile: Callable[[], object] = lambda: None) -> RunCancelledError:
     """The error with which a watch ends a run."""
     inbox.attach()
-    following = asyncio.create_task(watch.follow())
+    starting = asyncio.create_task(watch.start())
     await asyncio.to_thread(meanwhile)
+    await starting
     async with asyncio.timeout(60):
-        await following
+        while not watch.is_called_off():
+            await inbox.wait(0.1)
+    watch.end()
     with pytest.raises(RunCancelledError) as raised:
         watch.check()
     return raised.value

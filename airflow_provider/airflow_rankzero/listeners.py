@@ -87,10 +87,10 @@ def on_starting(component: Any) -> None:
         threading.Thread(target=_watch, args=(component,), name="rankzero-watch", daemon=True).start()
 
 
-def _watch(job: Any) -> None:
+def _watch(job: Any, interval: float = POLL_INTERVAL) -> None:
     watch = Watch()
     while True:
-        time.sleep(POLL_INTERVAL)
+        time.sleep(interval)
         # Airflow sets the type after it has called the listener.
         if job.job_type != "SchedulerJob":
             return
@@ -103,9 +103,10 @@ def _watch(job: Any) -> None:
 
 
 class Watch:
-    """Finds the tasks that have ended or vanished, whose trainings no follower has ended by now."""
+    """Finds the tasks that have ended or vanished, whose trainings no follower has ended after ``grace`` seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, grace: float = FOLLOWER_GRACE) -> None:
+        self.grace = grace
         self._waiting: dict[tuple[Any, ...], Any] = {}
         self._ended: dict[tuple[Any, ...], tuple[float, Any]] = {}
 
@@ -120,9 +121,7 @@ class Watch:
         for key in waiting.keys() - self._waiting.keys():
             logger.info("the training of %s is watched", key)
         now = time.monotonic()
-        self._ended |= {
-            key: (now + FOLLOWER_GRACE, self._waiting[key]) for key in self._waiting.keys() - waiting.keys()
-        }
+        self._ended |= {key: (now + self.grace, self._waiting[key]) for key in self._waiting.keys() - waiting.keys()}
         self._waiting = waiting
         due = {key: row for key, (when, row) in self._ended.items() if when <= now and key not in waiting}
         self._ended = {key: one for key, one in self._ended.items() if key not in due and key not in waiting}

@@ -29,9 +29,6 @@ from rankzero.pipeline import lease as leases
 
 logger = logging.getLogger(__name__)
 
-QUERY_INTERVAL = 60.0
-"""Seconds between two queries of the state of the Dagster run."""
-
 THINNING = 0.01
 """Least time to the next observation as a fraction of the time since the first, which limits their number."""
 
@@ -83,7 +80,7 @@ class Step:
     @property
     def lease_when_attached(self) -> float | None:
         """Returns the seconds for which a run to which the last try has attached outlives it; None for other tries."""
-        return None if self.is_followed_by_another else leases.LAST_LEASE
+        return None if self.is_followed_by_another else leases.LAST_LEASE()
 
     @property
     def retrier(self) -> int | None:
@@ -241,7 +238,7 @@ def follow(
     latest: dict[str, Any] = {}
     shown: dict[str, Any] = {}
     started = next_at = time.monotonic()
-    next_query = started + QUERY_INTERVAL
+    next_query = started + leases.QUERY_INTERVAL()
     while True:
         for event in follower.poll():
             if isinstance(event, LineWritten):
@@ -254,7 +251,7 @@ def follow(
             return
         now = time.monotonic()
         if step is not None and now >= next_query:
-            next_query = now + QUERY_INTERVAL
+            next_query = now + leases.QUERY_INTERVAL()
             if step.is_terminating():
                 _leave_or_end(opened, step, log)
         if interval is not None and latest != shown and now >= next_at:
@@ -285,7 +282,7 @@ def _leave_or_end(opened: Opened, step: Step, log: Any) -> None:
         handle.cancel(reason="the Dagster run has ended or was deleted")
         return
     # Without another try, the driver ends with this process.
-    while not (opened.attached or step.is_followed_by_another or handle.wait(QUERY_INTERVAL)):
+    while not (opened.attached or step.is_followed_by_another or handle.wait(leases.QUERY_INTERVAL())):
         if owner != _RETRY and attempt(log, "a query of Dagster", partial(step.has_ended, owner), False):
             break
     raise RankZeroError(f"the Dagster run has ended, and its training is left to {owner}")

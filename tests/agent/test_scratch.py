@@ -58,7 +58,7 @@ def test_of_a_holder_that_stands_still_and_dies_nothing_is_left(
         "exit_timeout": 5.0,
         "restart_count": 0,
         "max_restarts": 0,
-        "warm_start": warm_start,
+        "preload_timeout": 20.0 if warm_start else None,
         "env": {},
         "task": 0,
         "host": "127.0.0.1",

@@ -318,7 +318,7 @@ kept = open("/dev/zero")
 def test_a_module_that_cannot_be_loaded_ahead_costs_a_line(
     launcher: Launcher, module_ahead: Path, monkeypatch: pytest.MonkeyPatch, source: str, is_warm: bool, line: str
 ) -> None:
-    monkeypatch.setattr(zygotes, "PRELOAD_TIMEOUT", 3.0 if "600" in source else WAIT)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.15" if "600" in source else "6")
     module_ahead.write_text(source)
     launcher = launcher.options(num_processes=1, run_id="one")
     assert launcher.run(is_fork) is is_warm

@@ -153,13 +153,13 @@ class Watched:
     def __init__(self, dag_id: str, run_id: str, launcher: Launcher) -> None:
         from airflow_rankzero import listeners
 
-        self._listeners, self._watch = listeners, listeners.Watch()
+        self._listeners, self.watch = listeners, listeners.Watch(grace=0.0)
         self.dag_id, self.run_id = dag_id, run_id
         self.set_state("up_for_retry")
         self.launcher = launcher
         self.handle = launcher.submit(wait_long)
         until(lambda: self.handle.status().state == "running", 60, "the training")
-        self._watch.poll()
+        self.watch.poll()
 
     def set_state(self, state: str | None) -> None:
         from airflow.models.taskinstance import TaskInstance
@@ -185,19 +185,13 @@ class Watched:
 
     def poll(self) -> None:
         """Polls once, and ends what is due, as the threads of the scheduler do."""
-        for row in self._watch.poll():
+        for row in self.watch.poll():
             self._listeners.end(row)
 
 
 @pytest.fixture
-def watched(
-    dag: Any, run_dag: Callable[..., DagOutcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Watched]:
+def watched(dag: Any, run_dag: Callable[..., DagOutcome], tmp_path: Path) -> Iterator[Watched]:
     from airflow.sdk import task
-
-    from airflow_rankzero import listeners
-
-    monkeypatch.setattr(listeners, "FOLLOWER_GRACE", 0.0)
 
     @task(task_id="train")
     def note(**context: Any) -> None:

@@ -24,7 +24,7 @@ def test_the_test_of_a_connection_starts_ranks_that_look_around(
 ) -> None:
     from airflow_rankzero.hooks import RankZeroHook
 
-    monkeypatch.setattr("airflow_rankzero.hooks.TEST_START_TIMEOUT", 240.0)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "8")
 
     def told(**extra: Any) -> tuple[bool, str]:
         fields = {"conn_type": "rankzero", "host": server.url, "extra": {"store": str(tmp_path), **extra}}

@@ -132,25 +132,22 @@ def test_only_a_scheduler_watches_and_a_failure_is_only_logged(monkeypatch: pyte
             raise found
         return found
 
-    monkeypatch.setattr(listeners, "POLL_INTERVAL", 0.01)
     monkeypatch.setattr(listeners.Watch, "poll", poll)
     monkeypatch.setattr(listeners, "end", lambda row: ended.set())
-    listeners._watch(SimpleNamespace(job_type="TriggererJob"))
+    listeners._watch(SimpleNamespace(job_type="TriggererJob"), 0.01)
     with pytest.raises(Enough):
-        listeners._watch(SimpleNamespace(job_type="SchedulerJob"))
+        listeners._watch(SimpleNamespace(job_type="SchedulerJob"), 0.01)
     assert ended.wait(60)
 
 
 def test_a_task_that_is_scheduled_again_within_the_grace_keeps_its_training(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
+    watched: Watched,
 ) -> None:
-    from airflow_rankzero import listeners
-
-    monkeypatch.setattr(listeners, "FOLLOWER_GRACE", 600.0)
+    watched.watch.grace = 600.0
     watched.set_state("failed")
     watched.poll()
     watched.set_state("queued")
     watched.poll()
-    monkeypatch.setattr(listeners, "FOLLOWER_GRACE", 0.0)
+    watched.watch.grace = 0.0
     watched.poll()
     assert not watched.handle.status().final

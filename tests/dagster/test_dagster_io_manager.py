@@ -22,8 +22,8 @@ from upath import UPath
 
 from dagster_rankzero import RankZeroIOManager, TorchDistributorResource, torch_asset
 from rankzero import ResultRef
-from rankzero.bounds import UNFINISHED_AFTER
 from rankzero.pipeline import store as storage
+from rankzero.store.leftovers import UNFINISHED_AFTER
 
 
 class Point:

@@ -18,7 +18,6 @@ from dagster_rankzero._compat import DELEGATED, MULTIPROCESS
 from dagster_rankzero.step import Step, follow, open_run
 from rankzero import InvalidJobError, Launcher, RankZeroError, RunHandle
 from rankzero.pipeline import EngineOpened, LineWritten, Opened
-from rankzero.run import lease as leases
 
 LOG = logging.getLogger(__name__)
 
@@ -135,7 +134,7 @@ def test_an_instance_that_cannot_be_queried_is_no_running_owner(
 def test_the_last_try_is_not_survived_for_long_by_what_it_attached_to(
     step: Step, open_step: Open, unfinished: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leases, "LAST_LEASE", 1.0)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
     unfinished.add("one")
     with open_step(step) as handle:
         pass
@@ -208,7 +207,7 @@ def test_the_step_s_log_has_the_address_of_the_spark_ui_while_ranks_train(
 def test_a_training_ends_whose_dagster_run_was_deleted(
     step: Step, open_step: Open, unfinished: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "QUERY_INTERVAL", 0.1)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.005")
     unfinished.add("one")
     with open_step(step) as opened:
         until(lambda: opened.handle.status().state == "running", 60, "the training")
@@ -227,7 +226,7 @@ def test_a_step_whose_run_is_dead_leaves_its_training_to_the_run_that_follows(
     comes: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(steps, "QUERY_INTERVAL", 0.1)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.005")
     unfinished.add("one")
     with pytest.raises(RankZeroError, match="left to"), open_step(step) as left:  # noqa: PT012
         # Its run's process was killed, and monitoring marks the run; the process of the step lives.
@@ -249,7 +248,7 @@ def test_a_step_whose_run_is_dead_leaves_its_training_to_the_run_that_follows(
 def test_the_process_that_a_training_needs_stays_until_the_run_that_follows_has_ended(
     step: Step, open_step: Open, unfinished: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "QUERY_INTERVAL", 0.1)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.005")
     last = replace(step, is_retried=False)
     ended: list[str] = []
 

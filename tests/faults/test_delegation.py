@@ -76,11 +76,11 @@ class Cluster(LocalEngine):
 async def follow(driver: Driver, delegation: Delegation) -> bool:
     """Does what the driver does until it knows whether it drives the run."""
     driver.inbox.attach()
-    watching = asyncio.create_task(driver.watch.follow())
+    await driver.watch.start()
     try:
         found = await delegation.run()
     finally:
-        watching.cancel()
+        driver.watch.end()
     if isinstance(found, Exception):
         raise found
     return found

@@ -102,8 +102,8 @@ def test_a_disk_that_takes_nothing_delays_agents_once(tmp_path: Path, monkeypatc
     recorder = Recorder(submitted(str(tmp_path / "run")), Mask())
 
     recorder.log(0, ["x" * 60])
-    for timeout in (0.1, 2 * WAIT):
-        monkeypatch.setattr(recorders, "ROOM_TIMEOUT", timeout)
+    for factor in (0.1, 2 * WAIT):
+        monkeypatch.setenv("RANKZERO_TIME_SCALE", str(factor))
         asyncio.run(asyncio.wait_for(recorder.room(), WAIT))
     hangs.set()
 

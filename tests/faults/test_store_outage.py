@@ -22,7 +22,6 @@ from tests.faults import kit
 from tests.faults.trainings import HOLD_AT, LOOK, STEPS, expected, note, train
 
 from rankzero import Launcher, ResultError, RetryableError, RunCancelledError, RunHandle, WorkerFailedError
-from rankzero.run import observer
 from rankzero.run.directory import RunDirectory
 from rankzero.store import files
 
@@ -62,7 +61,8 @@ def newest(handle: RunHandle[Any]) -> int:
 def test_a_run_outlives_an_outage_of_its_store(
     launcher: Launcher, tmp_path: Path, outage: Outage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(observer, "STORE_PATIENCE", lambda: 1.0)
+    # The caller gives up a read after a second.
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.07")
     launcher = launcher.options(num_processes=1, store=f"memory://{tmp_path.name}", run_id="run")
     with ThreadPoolExecutor(1) as executor:
         value = executor.submit(lambda: launcher.run(train, str(tmp_path), "training"))

@@ -14,6 +14,7 @@ from rankzero.channel import messages
 from rankzero.errors import LOST
 from rankzero.worker.call import cut_off_message
 
+WORKER_EXIT_MARGIN = bounds.stretched(4.0)  # To exit for a rank whose exit_timeout is over
 FLUSH_TIMEOUT = bounds.stretched(1.0)  # For stopped ranks to send reports that they hold; native code may not answer
 
 
@@ -111,7 +112,7 @@ class Ending:
         for rank in self._ranks:
             rank.tell(messages.End())
         if not self.is_early:
-            self._kill_at(time.monotonic() + self._exit_timeout + bounds.WORKER_EXIT_MARGIN())
+            self._kill_at(time.monotonic() + self._exit_timeout + WORKER_EXIT_MARGIN())
         self.check()
 
     def _kill_at(self, when: float) -> None:

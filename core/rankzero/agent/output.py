@@ -16,12 +16,14 @@ from collections.abc import Callable
 from io import FileIO
 
 from rankzero import bounds
-from rankzero.bounds import LOG_TAIL, LOG_TAIL_WIDTH
+from rankzero.bounds import LOG_TAIL_WIDTH
 from rankzero.channel import messages
 from rankzero.channel.connection import Connection
 from rankzero.channel.messages import Message, decode, encode
 from rankzero.worker.control import next_delivery
 
+LOG_TAIL = 20  # Last lines of a rank kept for an error message
+LAST_LINES_STALL_TIMEOUT = bounds.stretched(15.0)  # Without an accepted one of the last lines, until they are dropped
 REDRAW_INTERVAL = 10.0  # Seconds in which one redraw of a progress bar becomes a line: below 1000 an hour for two ranks
 HIGH_WATER = 1 << 20  # Bytes waiting for the driver above which lines are spooled to disk
 BATCH = 256 << 10  # Bytes that are read from the disk together, unless a message is longer
@@ -158,7 +160,7 @@ class Outbox:
             now = time.monotonic()
             if self.waiting != left:
                 left, progress_at = self.waiting, now
-            if now > min(deadline(), progress_at + bounds.LAST_LINES_STALL_TIMEOUT()):
+            if now > min(deadline(), progress_at + LAST_LINES_STALL_TIMEOUT()):
                 break
         while self._written > self._read:
             for line in self._next_block().splitlines():

@@ -43,6 +43,11 @@ from rankzero.host.processes import (
 from rankzero.host.usage import UsageSampler
 from rankzero.threads import ActionThread, reply_of
 
+AGENT_CONNECT_TIMEOUT = bounds.stretched(20.0)  # For an agent to find a driver that proves the secret
+STACKS_TIMEOUT = bounds.stretched(2.0)  # For workers to write their stacks
+STOPPED_LINES_TIMEOUT = bounds.stretched(1.5)  # To deliver the last lines after a failure or a cancel
+LAST_LINES_TIMEOUT = bounds.stretched(600.0)  # The same after a success
+
 
 class Agent:
     """The workers of one task and the channel to the driver."""
@@ -120,7 +125,7 @@ class Agent:
 
     async def _follow_driver(self) -> None:
         """Finds the driver and handles its messages, until either end closes the connection."""
-        timeout = self._config.get("connect_timeout") or bounds.AGENT_CONNECT_TIMEOUT()
+        timeout = self._config.get("connect_timeout") or AGENT_CONNECT_TIMEOUT()
         connection = None
         try:
             connection = await self._driver.find(self._config["task"], timeout)
@@ -187,7 +192,7 @@ class Agent:
     async def _send_stacks(self, *, quiet: bool) -> None:
         for rank in self._ranks:
             rank.ask_for_stack(quiet=quiet)
-        await asyncio.sleep(bounds.STACKS_TIMEOUT())
+        await asyncio.sleep(STACKS_TIMEOUT())
         for rank in self._ranks:
             rank.send(rank.stack(quiet=quiet))
 
@@ -261,7 +266,7 @@ class Agent:
 
         def deadline() -> float:
             # A stop, or the death of the task process, may arrive meanwhile.
-            return begun + (bounds.STOPPED_LINES_TIMEOUT() if self._ending.is_early else bounds.LAST_LINES_TIMEOUT())
+            return begun + (STOPPED_LINES_TIMEOUT() if self._ending.is_early else LAST_LINES_TIMEOUT())
 
         if not self.lost:
             left = deadline() if not self._ending.is_early else max(deadline(), self._ending.stop_by)
@@ -269,7 +274,7 @@ class Agent:
                 await asyncio.wait_for(self._forwarder.uploads.join(), left - time.monotonic())
             await self._outbox.deliver(deadline)
             # The driver closes the connection when it has read everything.
-            await asyncio.wait([self._following], timeout=bounds.STOPPED_LINES_TIMEOUT())
+            await asyncio.wait([self._following], timeout=STOPPED_LINES_TIMEOUT())
 
 
 def _locked(directory: str) -> int:

@@ -32,6 +32,9 @@ from rankzero import bounds
 from rankzero.channel.messages import Decoder, Message, Ping, encode
 from rankzero.host.network import tune
 
+PING_INTERVAL = 1.0  # Between two signs of life of each end
+CONNECT_TIMEOUT = bounds.stretched(5.0)  # For a name to be resolved, and for a connection to be made
+HANDSHAKE_TIMEOUT = bounds.stretched(10.0)  # For both ends of a new connection to prove the secret
 CHUNK = 1 << 20  # Bytes of a file that are read or written together
 READ_SIZE = 256 << 10  # Most bytes that are read from a connection together, and that it buffers before it is read
 LINE_LIMIT = 4096  # Most bytes of a request, or of an answer
@@ -55,10 +58,10 @@ class Limits:
         connect: For a name to be resolved, and for a connection to be made.
     """
 
-    ping: float = bounds.PING_INTERVAL
+    ping: float = PING_INTERVAL
     silence: float = field(default_factory=bounds.CONNECTION_LOST_AFTER)
-    handshake: float = field(default_factory=bounds.HANDSHAKE_TIMEOUT)
-    connect: float = field(default_factory=bounds.CONNECT_TIMEOUT)
+    handshake: float = field(default_factory=HANDSHAKE_TIMEOUT)
+    connect: float = field(default_factory=CONNECT_TIMEOUT)
 
 
 def new_secret() -> str:

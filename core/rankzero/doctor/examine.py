@@ -86,7 +86,7 @@ def examine(
         return Examination(findings, [])
     num_processes += -num_processes % processes_per_task
     launcher = Launcher(num_processes, engine=engine, use_gpu=use_gpu, store=root, labels={"doctor": "1"})
-    launcher = launcher.options(start_timeout=start_timeout, hang_timeout=DOCTOR_HANG_TIMEOUT())
+    launcher = launcher.options(start_timeout=bounds.scaled(start_timeout)(), hang_timeout=DOCTOR_HANG_TIMEOUT())
     launcher = launcher.options(processes_per_task=processes_per_task, run_id=f"doctor-{secrets.token_hex(4)}")
     nonce = secrets.token_hex(8)
     root = stores.normalize(root)

@@ -41,6 +41,8 @@ from rankzero.job import CheckpointConfig, Job
 from rankzero.run.checkpoints import Manifest
 from rankzero.threads import done_within, in_thread, reply_of
 
+CAUSE_WINDOW = bounds.stretched(2.0)  # For the first cause of failures that may be consequences, or of a lost agent
+SUCCESS_END_TIMEOUT = bounds.stretched(25.0)  # Without a message, until agents are cancelled after a success
 WINDOW_STEP = 0.1  # Seconds by which the window for the first cause ends at most for each read of what has arrived
 MANY_AGENTS = 256  # Above which the driver raises the limit of open files of its process, which may be the caller's
 
@@ -251,7 +253,7 @@ class Attempt:
         before it judges.
         """
         agents, facts = self._agents, self._facts
-        left = bounds.CAUSE_WINDOW()
+        left = CAUSE_WINDOW()
         while left > 0 and not ending.is_certain(facts):
             began = time.monotonic()
             await self._run.inbox.wait(WINDOW_STEP)
@@ -285,7 +287,7 @@ class Attempt:
         if verdict.success:
             await self._record(verdict)
             server.broadcast(messages.End())
-            timeout = self.job.exit_timeout + bounds.SUCCESS_END_TIMEOUT()
+            timeout = self.job.exit_timeout + SUCCESS_END_TIMEOUT()
         else:
             agents.is_stopping = True
             server.broadcast(messages.Stop(self.job.stop_grace))

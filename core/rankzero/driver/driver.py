@@ -95,15 +95,13 @@ class Driver:
 
     async def _drive(self, before: Callable[[], Awaitable[Exception | bool]] | None) -> None:
         self.inbox.attach()
-        watching = asyncio.create_task(self.watch.follow())
+        await self.watch.start()
         try:
-            await self.watch.ready()
             refused = await before() if before else False
             if refused is not True:
                 await self._run_to_its_end(refused or None)
         finally:
-            watching.cancel()
-            self.watch.thread.end()
+            self.watch.end()
 
     async def _run_to_its_end(self, refused: Exception | None) -> None:
         self.recorder.note_thread()
@@ -136,7 +134,7 @@ class Driver:
                 logger.warning("the report of the run could not be written: %s; `rankzero report` makes it", error)
 
         try:
-            await reply_of(self.watch.thread.submit(act), bounds.REPORT_TIMEOUT())
+            await reply_of(in_thread(act, "rankzero-report"), bounds.REPORT_TIMEOUT())
         except TimeoutError:
             what = "the report of the run takes more than %g s; `rankzero report` makes it"
             logger.warning(what, bounds.REPORT_TIMEOUT())

@@ -128,7 +128,7 @@ def drive(
         exited = "the process that called run() has exited"
         when_gone(job.owner, functools.partial(driver.inbox.interrupt, exited), owner)
     elif private.get("retrier"):
-        when_gone(private["retrier"], driver.inbox.note_retrier_gone)
+        when_gone(private["retrier"], driver.inbox.retrier_gone.set)
     code = 1
     try:
         driver.run(Delegation(own, private, driver).run if may_delegate else None)

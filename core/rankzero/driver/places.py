@@ -24,6 +24,7 @@ from rankzero.job import Job
 from rankzero.run.directory import Submission
 from rankzero.threads import ActionThread, done_within, in_thread, reply_of
 
+SESSION_CLOSE_TIMEOUT = bounds.stretched(10.0)  # For an engine session to close (a SparkContext to stop)
 SLOTS_TIMEOUT = bounds.stretched(2.0)  # To wait for slots that are asked for as start_timeout ends
 T = TypeVar("T")
 GroupT = TypeVar("GroupT", bound=AgentGroup)
@@ -133,7 +134,7 @@ class Places:
             return await self.request(functools.partial(tables.read, say), None)
         except BaseException:
             # Stops the engine's work, too.
-            await done_within(bounds.SESSION_CLOSE_TIMEOUT(), lambda: tables.stop(bounds.SESSION_CLOSE_TIMEOUT()))
+            await done_within(SESSION_CLOSE_TIMEOUT(), lambda: tables.stop(SESSION_CLOSE_TIMEOUT()))
             raise
 
     async def reserve(self, session: EngineSession, deadline: float) -> int:
@@ -170,7 +171,7 @@ class Places:
         if session := self.session:
             reply = self._thread.submit(session.is_usable)
             try:
-                is_usable = await reply_of(reply, bounds.SESSION_CLOSE_TIMEOUT())
+                is_usable = await reply_of(reply, SESSION_CLOSE_TIMEOUT())
             except Exception:
                 self._abandon()
                 is_usable = False
@@ -181,7 +182,7 @@ class Places:
         """Closes the session, if there is one."""
         session, self.session = self.session, None
         if session:
-            self.left_nothing = await done_within(bounds.SESSION_CLOSE_TIMEOUT(), session.close, self._thread)
+            self.left_nothing = await done_within(SESSION_CLOSE_TIMEOUT(), session.close, self._thread)
         self._abandon()
 
     def _abandon(self) -> None:

@@ -15,7 +15,8 @@ from rankzero.errors import PREEMPTED
 from rankzero.job import Job
 
 RESTART_PAUSE_MAX = bounds.scaled(60.0)  # Longest pause in seconds before a restart
-AGENT_CONNECT_TIMEOUT_MIN = bounds.stretched(1.0)  # Seconds that an agent has at least to find its driver
+AGENT_CONNECT_TIMEOUT_MIN = bounds.stretched(1.0)  # That an agent has at least to find its driver
+PRELOAD_TIMEOUT = bounds.scaled(20.0)  # For a new zygote to import torch, until the agent is started without it
 GROWTH_TIMEOUT = bounds.scaled(30.0)  # Most seconds without a new slot until an elastic attempt starts
 FAILURES_OF_A_BAD_HOST = 2  # Failures of one host after which the run's lines name it
 
@@ -134,6 +135,6 @@ def agent_config(job: Job, number: int, env: dict[str, str], seconds: float) -> 
         "exit_timeout": job.exit_timeout,
         "restart_count": number - job.first_attempt,
         "max_restarts": job.max_restarts,
-        "warm_start": job.warm_start,
+        "preload_timeout": PRELOAD_TIMEOUT() if job.warm_start else None,
         "env": env,
     }

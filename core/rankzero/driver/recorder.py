@@ -31,7 +31,7 @@ from rankzero.values.ref import ResultRef
 OUTCOME_RETRY_INTERVAL = bounds.scaled(0.25)  # Between two writes of a status whose outcome is certain
 HEARTBEAT_DELAY = 1.0  # Seconds for a write of lines to an object store to carry the heartbeat
 MOST_QUEUED = 32 << 20  # Characters of lines that wait for a disk; later ones are lost
-ROOM_TIMEOUT = 1.0  # Most seconds that an agent's connection is not read while they wait
+ROOM_TIMEOUT = bounds.scaled(1.0)  # That an agent's connection is not read while they wait
 logger = logging.getLogger(__name__)
 
 
@@ -261,7 +261,7 @@ class Recorder(StatusWriter):
 
     async def room(self) -> None:
         """Waits while many lines wait for a disk. Briefly, and once for one that takes nothing: agents report more."""
-        before, deadline = self._appended, time.monotonic() + ROOM_TIMEOUT
+        before, deadline = self._appended, time.monotonic() + ROOM_TIMEOUT()
         while self._queued - self._appended > MOST_QUEUED / 2 and self._appended != self._stuck_at:
             if time.monotonic() >= deadline:
                 self._stuck_at = before

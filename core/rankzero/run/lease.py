@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from rankzero import bounds
 from rankzero.run.directory import Submission
 
 RETRY_DELAY_MAX = 24 * 3600.0  # Longest delay in seconds between two tries, if the delay grows
@@ -11,14 +12,12 @@ RENEWAL_INTERVAL = 10.0  # Most seconds between two renewals of a lease on a dis
 RENEWAL_INTERVAL_REMOTE = 60.0  # The same on an object store, where each is a request
 SCHEDULING_SLACK = 900.0  # Seconds from when a try is due to its first poll: a pool may be full, a deployment slow
 DETACHED_LEASE = 1800.0  # Shortest lease of a run that a service follows, such as a triggerer, which may restart
-LAST_LEASE = 60.0  # Seconds for which a run outlives its last try: longer than a short outage of a store
+LAST_LEASE = bounds.scaled(60.0)  # For which a run outlives its last try: longer than a short outage of a store
+QUERY_INTERVAL = bounds.scaled(60.0)  # Between two queries whether the orchestrator's run of a training has ended
 
 
 def longest_delay(base: float, growth: float, bound: float = RETRY_DELAY_MAX) -> float:
-    """Returns the longest delay between two tries in seconds, which grow from ``base``, each by a factor.
-
-    If the delay grows, it has a bound.
-    """
+    """Returns the longest delay between two tries, which grow from ``base`` by a factor, up to a bound, in seconds."""
     return float(base if growth <= 1 else max(base, min(base * growth, bound) if base else 0.0))
 
 

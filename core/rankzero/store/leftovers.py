@@ -8,10 +8,11 @@ import re
 import time
 from collections.abc import Collection
 
-from rankzero.bounds import UNFINISHED_AFTER
+from rankzero import bounds
 from rankzero.store.files import list_names, modified, remove
 from rankzero.store.location import filesystem_of, is_url, join
 
+UNFINISHED_AFTER = bounds.stretched(3600.0)  # Since its last change, for a temporary file to count as left
 _UNFINISHED = re.compile(
     r"""\.writing-[0-9a-f]{16} | \.rankzero-probe-[a-z0-9_]{8} | \.committing-[0-9]+\.[a-z]+
     | \.upload-[0-9]+-(?:value | checkpoint-[0-9]+-[0-9]+ | finished-[0-9]+)""",

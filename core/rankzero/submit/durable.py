@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,6 +18,8 @@ from rankzero.run.tries import PipelineTry, attempt, detaching
 from rankzero.submit import drivers, existing
 from rankzero.submit.existing import Existing
 from rankzero.submit.start import Request, Submitter
+
+OWNER_LEASE = bounds.stretched(20.0)  # For which a driver on the cluster outlives its run's owner process
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,7 @@ def _owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str
     """Opens a run that ends with the block and this process, or attaches to one. Raises like `open_durable`."""
     engine, template = request.engine, replace(request.template, owner=this_process())
     if engine.drives_elsewhere:
-        lease = min(bounds.OWNER_LEASE(), template.orphan_timeout or bounds.OWNER_LEASE())
-        template = replace(template, orphan_timeout=lease)
+        template = replace(template, orphan_timeout=min(OWNER_LEASE(), template.orphan_timeout or OWNER_LEASE()))
     request = replace(request, template=template)
     submitter = Submitter(request, train, args, kwargs, detached=engine.prefers_own_process)
     with submitter.recording_end():
@@ -142,8 +142,8 @@ def open_durable(
         handle, found = opened.handle, opened.existing
         is_owned = found is None and not caller.is_followed_by_another
         if found:
-            level = logging.WARNING if existing.changes(found) else logging.INFO
-            log.log(level, "%s", existing.following(found, run.directory))
+            say = log.warning if existing.changes(found) else log.info
+            say("%s", existing.following(found, run.directory))
             # An earlier try may have been the last one, and have shortened the lease.
             lease = caller.lease_when_attached or found.job.orphan_timeout
             if lease is not None and not handle.status().final:

@@ -24,7 +24,6 @@ from typing import IO, Any
 
 from rankzero.task.scratch import PREFIX, make_scratch, scratch_root
 
-PRELOAD_TIMEOUT = 20.0  # Seconds for a new zygote to import torch, until the agent is started without it
 START_TIMEOUT = 120.0  # The same for an agent without torch, whose interpreter may lie on a slow disk
 END_TIMEOUT = 3.0  # Seconds for a zygote to end with its agent
 
@@ -164,7 +163,7 @@ def start(config: dict[str, Any], log: IO[bytes]) -> Zygote:
     settings = {name: value for name, value in config.items() if name != "code_zip"}
     settings |= {"log": log.name, "environ": {**os.environ, "RANKZERO_SCRATCH": config["scratch"]}, "notes": []}
     kind = _COLD if _has_pidfds() else _ALONE
-    if config["warm_start"] and kind == _COLD and (zygote := _start_warm(config, settings, log)):
+    if config["preload_timeout"] and kind == _COLD and (zygote := _start_warm(config, settings, log)):
         return zygote
     zygote = Zygote.start(config, log, kind)
     if not zygote.launch(settings, START_TIMEOUT):
@@ -182,20 +181,20 @@ def _start_warm(config: dict[str, Any], settings: dict[str, Any], log: IO[bytes]
             idle.remove(zygote)
             # Another object: who has the first one may kill no later agent.
             again = copy.copy(zygote)
-            if again.launch(settings, PRELOAD_TIMEOUT):
+            if again.launch(settings, config["preload_timeout"]):
                 return again
             again.close(0.0)
     if key in cold:
         return None
     for is_shared in (True, False):
         found = _connect(config) if is_shared else Zygote.start(config, log, _WARM)
-        if found and found.launch(settings, PRELOAD_TIMEOUT):
+        if found and found.launch(settings, config["preload_timeout"]):
             found.key, found.most = key, config.get("zygotes", 1)
             return found
         if found:
             found.close(0.0)
     cold.append(key)
-    why = printed(log) or f": that took more than {PRELOAD_TIMEOUT:g} s"
+    why = printed(log) or f": that took more than {config['preload_timeout']:g} s"
     settings["notes"] = [f"rankzero: torch could not be loaded ahead, so each rank of this process imports it{why}"]
     return None
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 from rankzero import bounds
 from rankzero.train.context import count_progress, get_context
 
+PROGRESS_LINE_INTERVAL = bounds.scaled(5.0)  # Between two progress lines in a log
 T = TypeVar("T")
 
 
@@ -39,7 +40,7 @@ def progress(iterable: Iterable[T], desc: str = "", total: int | None = None) ->
     for count, item in enumerate(iterable, 1):
         yield item
         count_progress()
-        if is_shown and time.monotonic() - shown >= bounds.PROGRESS_LINE_INTERVAL():
+        if is_shown and time.monotonic() - shown >= PROGRESS_LINE_INTERVAL():
             shown = time.monotonic()
             print(_line(desc, count, total, shown - begin), flush=True)
     if is_shown:

@@ -22,8 +22,8 @@ from tests.faults.crash.points import ANSWERS
 from tests.faults.crash.program import RUN, STEPS
 
 from rankzero import RunHandle, RunNotFoundError, store
-from rankzero.bounds import UNFINISHED_AFTER
 from rankzero.run.status import RunStatus
+from rankzero.store.leftovers import UNFINISHED_AFTER
 
 FOLDER = Path(__file__).parent
 
