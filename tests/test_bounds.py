@@ -76,7 +76,7 @@ def test_who_cancels_a_run_waits_longer_than_its_driver_takes_to_record_its_end(
     # Connections are read to their end in both the cancel and the close of an attempt.
     closes = 2 * server.LAST_READ_TIMEOUT() + places.SESSION_CLOSE_TIMEOUT()
     # A store is asked who wants the end: by the last read that had begun, and by another one.
-    asks = 2 * watch.REASON_TIMEOUT()
+    asks = watch.REASON_TIMEOUT()
     assert stops + closes + asks < bounds.CANCEL_TIMEOUT()
     assert durable.OWNER_LEASE() < bounds.CANCEL_TIMEOUT()
 

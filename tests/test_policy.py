@@ -27,21 +27,6 @@ ECHO = failure(0, "a", exception_type="RuntimeError", message="Connection closed
 KILLED = failure(2, "c", signal="SIGKILL", log_tail=["last lines"])
 
 
-@pytest.mark.parametrize(
-    ("failures", "cause"),
-    [
-        ([RAISED], RAISED),
-        ([ECHO], ECHO),
-        ([ECHO, RAISED], RAISED),
-        ([ECHO, KILLED], KILLED),
-        ([RAISED, KILLED], RAISED),
-        ([KILLED, RAISED, ECHO], KILLED),
-    ],
-)
-def test_the_first_cause_is_the_earliest_that_is_no_echo(failures: list[Failure], cause: Failure) -> None:
-    assert ending.first_cause(failures) is cause
-
-
 def test_equal_failures_are_grouped_and_consequences_are_marked() -> None:
     echoes = [
         failure(rank, "a", exception_type="E", message=f"peer {rank} is lost", collateral=True) for rank in (0, 3, 2)

@@ -26,14 +26,14 @@ NATIVE = ""
 @pytest.mark.parametrize(
     ("stack", "waits", "words"),
     [
-        (ALL_REDUCE, True, "waits in all_reduce, train.py:12 in train"),
-        (BACKWARD, True, "waits in _engine_run_backward, train.py:12 in train"),
-        (HVD, True, "waits in wait, train.py:12 in train"),
-        (DOOR, False, "is in train, train.py:12 in train"),
-        (SAVE, False, "is in write, train.py:12 in train"),
-        (EVALUATE, False, "is in forward, train.py:12 in train"),
-        (USER, False, "is in train, train.py:12 in train"),
-        (NATIVE, False, "runs native code"),
+        (ALL_REDUCE, True, "waits in a collective, train.py:12 in train"),
+        (BACKWARD, True, "waits in a collective, train.py:12 in train"),
+        (HVD, True, "waits in a collective, train.py:12 in train"),
+        (DOOR, False, "works, train.py:12 in train"),
+        (SAVE, False, "works, train.py:12 in train"),
+        (EVALUATE, False, "works, train.py:12 in train"),
+        (USER, False, "works, train.py:12 in train"),
+        (NATIVE, False, "works"),
     ],
 )
 def test_only_a_rank_within_a_collective_waits(stack: str, waits: bool, words: str) -> None:
@@ -66,7 +66,7 @@ def watch(
 def test_a_rank_that_waits_for_one_that_has_returned_is_told_of_and_then_hangs() -> None:
     told, hung_at = watch([ALL_REDUCE])
     assert told == [
-        "rank 1 returned, without other progress for 30 s: rank 0 waits in all_reduce, train.py:12 in train"
+        "rank 1 returned, without other progress for 30 s: rank 0 waits in a collective, train.py:12 in train"
     ]
     assert RETURNED_HANG() <= hung_at < RETURNED_HANG() + RETURNED_NOTICE()
 

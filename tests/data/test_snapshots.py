@@ -10,7 +10,7 @@ from tests.runs import submitted
 
 from rankzero import store
 from rankzero.data.manifest import FILE, File, Manifest, encode_schema, from_bytes, to_bytes
-from rankzero.driver.tables import Tables
+from rankzero.driver.places import Tables
 from rankzero.job import Job
 from rankzero.run.directory import Submission
 from rankzero.submit.datasets import of_earlier_try

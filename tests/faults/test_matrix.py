@@ -7,7 +7,6 @@ and no process is left.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -18,7 +17,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -225,45 +223,6 @@ CELLS = [
     Cell("store", "returned", "full", "no room", "ResultError", by_hand=True),
     Cell("store", "committed", "full", "unharmed", by_hand=True),
 ]
-
-ANY_PROCESS = ("worker", "agent", "executor", "driver", "submitter")
-SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")
-
-NO_CELL = {
-    ("worker|agent|executor|driver|submitter", "*", "full"): "the disk is the store's",
-    ("worker|agent|executor|driver|submitter", "*", "cut|deaf"): "the one connection is the channel's",
-    ("channel|store", "*", "SIG*"): "no process",
-    ("channel", "*", "full"): "a connection has no disk",
-    ("store", "*", "cut|deaf"): "a local directory has no connection; test_store_outage.py has",
-    ("worker|agent", "half", "SIGTERM|SIGSTOP"): "as 'returned': an attempt with ranks that have not committed",
-    ("executor|driver", "half", "SIG*"): "as 'returned': an attempt with ranks that have not committed",
-    ("channel", "half", "cut|deaf"): "as 'returned': an attempt with ranks that have not committed",
-    ("store", "half", "full"): "as 'training': the other rank has not returned",
-    ("agent", "rendezvous|checkpoint|returned", "SIGSTOP"): "as 'training': the silence is all that is seen",
-    ("executor", "rendezvous|checkpoint|returned", "SIG*"): "as 'training': the agent sees the end of its input",
-    ("executor", "committed", "SIGTERM|SIGSTOP"): "as SIGKILL: success was certain before",
-    ("driver", "rendezvous|checkpoint|returned|committed", "SIGSTOP"): "as 'training': the silence is all that is seen",
-    ("submitter", "checkpoint|returned|half", "SIG*"): "it takes no part between the start and the end",
-    ("submitter", "rendezvous", "SIGTERM|SIGSTOP"): "as SIGKILL: nothing waits for it",
-    ("submitter", "committed", "SIGTERM|SIGSTOP"): "as SIGKILL: the value waits to be fetched",
-    ("channel", "rendezvous|checkpoint|returned", "cut"): "as 'training': the attempt ends",
-}
-
-
-def reasons(target: str, moment: str, fault: str) -> list[str]:
-    """Why there is no such cell."""
-
-    def fits(pattern: str, word: str) -> bool:
-        return any(fnmatchcase(word, part) for part in pattern.split("|"))
-
-    return [why for key, why in NO_CELL.items() if all(map(fits, key, (target, moment, fault)))]
-
-
-def test_every_combination_is_a_cell_or_has_one_reason_why_not() -> None:
-    cells = {(cell.target, cell.moment, cell.fault) for cell in CELLS}
-    everything = set(itertools.product(TARGETS, MOMENTS, FAULTS))
-    assert cells <= everything
-    assert [key for key in sorted(everything) if (key in cells) + len(reasons(*key)) != 1] == []
 
 
 class Stage:

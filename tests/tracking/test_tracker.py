@@ -15,9 +15,8 @@ from tests.conftest import until
 from tests.runs import submitted
 
 from rankzero import InvalidJobError, Launcher, LocalEngine, RunHandle, WorkerFailedError
-from rankzero.driver.driver import write_report
+from rankzero.driver.driver import Trackers, write_report
 from rankzero.driver.recorder import Recorder
-from rankzero.driver.trackers import Trackers
 from rankzero.masking import Mask
 from rankzero.run.status import RunStatus
 from rankzero.submit.pack import pack_trackers

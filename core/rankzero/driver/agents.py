@@ -20,7 +20,7 @@ from rankzero.driver.hangs import HangWatch
 from rankzero.driver.places import Places
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.storage import Storage
-from rankzero.driver.watch import Inbox, Watch
+from rankzero.driver.watch import Watch
 from rankzero.errors import EngineError
 from rankzero.job import Job
 from rankzero.run.checkpoints import Manifest
@@ -40,7 +40,6 @@ class Run:
     own: Submission
     places: Places
     recorder: Recorder
-    inbox: Inbox
     watch: Watch
     env: dict[str, str]
 
@@ -49,11 +48,7 @@ class Agents:
     """The agents of an attempt; notes what they report, and wakes the coroutine of the run if that may decide.
 
     Attributes:
-        server: The channel to the agents.
-        num_agents: Number of agents that run ranks.
         members: The agents that have joined, by task.
-        facts: The facts on which the end of the attempt depends.
-        hangs: The progress and the stacks of ranks.
         rendezvous: The agent of rank 0, and the port at which the ranks meet, once rank 0 has bound it.
         served: Locations of the files that agents may fetch, by name.
         heard_at: Monotonic time of the last message that shows that ranks or their agents still work.
@@ -72,8 +67,7 @@ class Agents:
         tls: ssl.SSLContext | None,
     ) -> None:
         """Prepares for agents, of which none has joined. Without ``tls``, connections are not encrypted."""
-        self._own, self._recorder, self._inbox = run.own, run.recorder, run.inbox
-        self.room = run.recorder.room
+        self._own, self._recorder, self._watch, self.room = run.own, run.recorder, run.watch, run.recorder.room
         self._job = job
         self._number = number
         self._storage = storage
@@ -84,7 +78,6 @@ class Agents:
         self.is_stopping = self.is_leaving = False
         self.rendezvous: tuple[Member, int] | None = None
         self.heard_at = time.monotonic()
-        self._tasks: list[asyncio.Task[None]] = []
         self.served = {name: file["location"] for name, file in job.files.items()}
         digests = {name: job.files[name]["digest"] for name in EXECUTED if name in job.files}
         self.server = Server(secret, self, served=self.served, digests=digests, directory=storage.directory, tls=tls)
@@ -179,7 +172,7 @@ class Agents:
         while not is_over() and (left := deadline - time.monotonic()) > 0:
             if len(self.hangs.stacks) >= self._job.num_processes:
                 return
-            await self._inbox.wait(min(left, bounds.POLL_INTERVAL))
+            await self._watch.wait(min(left, bounds.POLL_INTERVAL))
 
     # -- what the engine and the channel call ---------------------------------------------------------------
 
@@ -191,20 +184,14 @@ class Agents:
             # Messages that arrived before the end explain it.
             await self.server.read_rest()
             self.facts.engine_ended, self.facts.engine_error = True, error
-            self._inbox.change()
+            self._watch.change()
 
         def on_end(error: BaseException | None) -> None:
             # The loop is closed if the driver has not waited for the end.
             if not loop.is_closed():
-                loop.call_soon_threadsafe(lambda: self._tasks.append(loop.create_task(note(error))))
+                asyncio.run_coroutine_threadsafe(note(error), loop)
 
         return on_end
-
-    async def close(self) -> None:
-        """Disconnects all agents that are left."""
-        await self.server.close()
-        for task in self._tasks:
-            task.cancel()
 
     def on_end(self, task: int, why: str | None) -> None:
         """Notes that an agent has disconnected; without being asked to, it is lost."""
@@ -213,7 +200,7 @@ class Agents:
             member.leave(why or "it has exited early")
         if member and why:
             self.facts.over.update(member.ranks)
-        self._inbox.change()
+        self._watch.change()
 
     def on_message(self, task: int, local_rank: int | None, message: Message) -> None:
         """Applies a message of an agent or of one of its ranks."""
@@ -221,14 +208,16 @@ class Agents:
             self._on_join(task, message)
         elif (member := self.members.get(task)) is None:
             return
-        elif local_rank is None:
-            self._on_agent(member, message)
-        else:
+        elif isinstance(message, messages.Usage):
+            self._recorder.event({"type": "usage", **message.sample, "host": member.name})
+        elif isinstance(message, messages.Leaving):
+            member.leave(message.why, message.cause)
+        elif local_rank is not None:
             self._on_rank(member.first_rank + local_rank, local_rank, member, message)
         if not isinstance(message, messages.Usage):
             self.heard_at = time.monotonic()
         if not isinstance(message, (messages.Usage, messages.Log, messages.Metrics, messages.Beat)):
-            self._inbox.change()
+            self._watch.change()
 
     def _on_join(self, task: int, message: messages.Join) -> None:
         if task in self.members:
@@ -243,13 +232,6 @@ class Agents:
             self.server.send(task, messages.Stop(grace=0.0))
         elif why := member.why_unfit(self._job.python, self._job.use_gpu):
             self.facts.refusal = EngineError(why)
-
-    def _on_agent(self, member: Member, message: Message) -> None:
-        match message:
-            case messages.Usage():
-                self._recorder.event({"type": "usage", **message.sample, "host": member.name})
-            case messages.Leaving():
-                member.leave(message.why, message.cause)
 
     def _on_rank(self, rank: int, local_rank: int, member: Member, message: Message) -> None:
         match message:

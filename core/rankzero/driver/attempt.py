@@ -118,7 +118,7 @@ class Attempt:
         if run.own.is_remote:
             directory = self._files.enter_context(scratch_directory())
         self._facts, kept = Facts(job.num_processes, run.own.run.directory), CheckpointConfig(**job.checkpoints)
-        self._storage = Storage(run.own, self._number, kept, self._facts, directory, run.inbox.wake)
+        self._storage = Storage(run.own, self._number, kept, self._facts, directory, run.watch.wake)
         tls = self._identity.context if self._identity else None
         self._agents = Agents(run, job, self._number, num_agents, self._storage, self._secret, tls)
 
@@ -160,7 +160,7 @@ class Attempt:
             if time.monotonic() > deadline:
                 raise ResultError(f"the store of {self._run.own.run.directory} does not answer")
 
-        resume, token = await self._run.inbox.reply_of(self._storage.submit(read), check)
+        resume, token = await self._run.watch.reply_of(self._storage.submit(read), check)
         # An outage of the store takes no time from the ranks' start.
         self._deadline += time.monotonic() - began
         if (found := resume and resume.id) != recorder.status.checkpoint:
@@ -202,7 +202,7 @@ class Attempt:
                 raise _TroubleError
             self._run.watch.check()
             await check(time.monotonic())
-            await self._run.inbox.wait(CHECK_INTERVAL)
+            await self._run.watch.wait(CHECK_INTERVAL)
             self._agents.note_stored()
 
     async def _check_start(self, now: float) -> None:
@@ -256,7 +256,7 @@ class Attempt:
         left = CAUSE_WINDOW()
         while left > 0 and not ending.is_certain(facts):
             began = time.monotonic()
-            await self._run.inbox.wait(WINDOW_STEP)
+            await self._run.watch.wait(WINDOW_STEP)
             agents.note_stored()
             left -= min(WINDOW_STEP, time.monotonic() - began)
         gone = agents.gone()
@@ -309,16 +309,16 @@ class Attempt:
                 server.broadcast(messages.Stop(self.job.stop_grace))
                 timeout, is_patient = self.job.stop_grace + bounds.STOP_MARGIN(), False
                 asked_at = alone_at = now
-            await self._run.inbox.wait(WINDOW_STEP)
+            await self._run.watch.wait(WINDOW_STEP)
             agents.note_stored()
 
     async def _record(self, verdict: Verdict) -> None:
         """Makes the success durable: disconnects and exit handlers take time, and the driver may die meanwhile."""
         assert verdict.success is not None
         recorded, deadline = self._run.recorder.commit(*verdict.success), time.monotonic() + STORE_OUTAGE()
-        recorded.add_done_callback(self._run.inbox.wake)
+        recorded.add_done_callback(self._run.watch.wake)
         while not (recorded.done() or time.monotonic() > deadline or self._run.watch.is_called_off()):
-            await self._run.inbox.wait(CHECK_INTERVAL)
+            await self._run.watch.wait(CHECK_INTERVAL)
 
     async def _cancel(self) -> None:
         """Ends the agents without their cooperation."""
@@ -351,13 +351,13 @@ class Attempt:
                 deadline = min(deadline, now + bounds.STOP_MARGIN())
             if now >= deadline:
                 break
-            await self._run.inbox.wait(CHECK_INTERVAL)
+            await self._run.watch.wait(CHECK_INTERVAL)
         self._agents.note_stored()
         return deadline
 
     async def _close(self) -> None:
         """Disconnects the agents and releases what the attempt has opened."""
         self._run.recorder.note_places(self.job.num_processes, held=False)
-        await self._agents.close()
+        await self._agents.server.close()
         self._storage.close(0.0)
         self._files.close()

@@ -39,12 +39,8 @@ class Member:
     """An agent, as its driver knows it.
 
     Attributes:
-        task: Number of its task.
-        host: Name or address of its host, as the engine knows it.
-        address: Address from which it connects to the driver.
+        host: Name or address of its host, as the engine knows it; ``address`` is the one from which it connects.
         name: Name of its host, as the host itself reports it.
-        python: Version of its Python.
-        gpus: Addresses of the GPUs that its task was given.
         workers: Number of its ranks.
         first_rank: Its first rank; until all agents have joined, the one that it would have with tasks in order.
         ready: Those of its ranks, from 0, that have imported torch.
@@ -83,9 +79,7 @@ class Member:
     def why_unfit(self, python: str, use_gpu: bool) -> str | None:
         """Returns a message that says why the agent cannot run ranks of this job; None if it can.
 
-        Args:
-            python: ``major.minor`` of the Python that pickled the function.
-            use_gpu: True if each rank needs a GPU.
+        ``python`` is ``major.minor`` of the Python that pickled the function.
         """
         where = f"task {self.task} on {self.name}"
         if ".".join(self.python.split(".")[:2]) != python:
@@ -98,14 +92,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of one rank.
-
-    Attributes:
-        rank: Global rank.
-        host: Host of the rank, as the host names itself.
-        placed_on: The same, as the engine names it.
-        report: The facts, with secrets masked.
-    """
+    """The failure of one rank: its host, as that names itself and as the engine does, and what is known of it."""
 
     rank: int
     host: str
@@ -147,7 +134,6 @@ class Facts:
     """The reports of ranks, agents and engine so far, on which the end of an attempt depends.
 
     Attributes:
-        num_processes: Number of ranks.
         directory: The run directory, for the text of errors.
         returned: Ranks whose function has returned. They may still write checkpoints, and rank 0 its value.
         finished: Ranks whose checkpoints have arrived as well; rank 0 when its value is stored. The run needs nothing
@@ -156,8 +142,7 @@ class Facts:
         failures: The failures of ranks in the order in which they arrived.
         stored: Rank 0's value, once it is stored.
         refusal: An error of the driver itself, such as a store that refuses the value; the last one counts.
-        engine_ended: True once the engine reports that all agents have ended.
-        engine_error: The error with which they did.
+        engine_ended: True once the engine reports that all agents have ended, with ``engine_error`` if with an error.
     """
 
     num_processes: int
@@ -192,14 +177,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The end of an attempt.
-
-    Attributes:
-        success: The result, if it succeeded.
-        error: The error, if it did not.
-        blamed: The host that may have caused the error, as the engine names it.
-        cause: The failure of a rank that the error reports, if it reports one.
-    """
+    """The end of an attempt: the result or the error, the host to blame by its name to the engine, and the cause."""
 
     success: Success | None = None
     error: BaseException | None = None

@@ -32,11 +32,7 @@ class HangWatch:
     """
 
     def __init__(self, num_processes: int) -> None:
-        """Creates a watch that has not received anything yet.
-
-        Args:
-            num_processes: Number of ranks.
-        """
+        """Creates a watch of so many ranks that has not received anything yet."""
         self._ranks = frozenset(range(num_processes))
         self._progress: dict[int, tuple[int, float]] = {}
         self._returned: set[int] = set()
@@ -156,16 +152,10 @@ def is_waiting(stack: str) -> bool:
 
 
 def describe(stack: str) -> str:
-    """Returns a few words about what a rank does, and the line of user code that called it."""
-    frames = _frames(stack)
-    if not frames:
-        return "runs native code"
-    verb = "waits" if is_waiting(stack) else "is"
-    names = [name for path, _, name in frames if any(sign in path for sign in _WAITING) and "logger" not in path]
-    what = (names or [frames[0][2]])[0]
-    own = next((frame for frame in frames if not any(library in frame[0] for library in _LIBRARIES)), None)
-    where = f", {own[0].rpartition('/')[2]}:{own[1]} in {own[2]}" if own else ""
-    return f"{verb} in {what}{where}"
+    """Returns whether a rank waits for others, and the line of user code at which it is."""
+    own = next((frame for frame in _frames(stack) if not any(library in frame[0] for library in _LIBRARIES)), None)
+    what = "waits in a collective" if is_waiting(stack) else "works"
+    return f"{what}, {own[0].rpartition('/')[2]}:{own[1]} in {own[2]}" if own else what
 
 
 def _frames(stack: str) -> list[tuple[str, int, str]]:

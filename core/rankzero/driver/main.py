@@ -12,20 +12,23 @@ import argparse
 import functools
 import json
 import logging
+import math
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from rankzero import bounds, store
 from rankzero.bounds import STORE_OUTAGE, STORE_RETRY_INTERVAL
-from rankzero.driver.delegation import Delegation
+from rankzero.channel.connection import new_secret
 from rankzero.driver.driver import Driver
+from rankzero.driver.places import cancel_late
 from rankzero.engines.base import Engine
-from rankzero.errors import InvalidJobError, RunNotFoundError
+from rankzero.errors import InvalidJobError, RankZeroError, RunNotFoundError, StartTimeoutError
 from rankzero.host import processes
 from rankzero.host.processes import (
     allow_open_files,
@@ -39,9 +42,15 @@ from rankzero.host.processes import (
 from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.names import DRIVER_LOG
 from rankzero.run.observer import CANCEL
+from rankzero.task.stage import OVER
+from rankzero.threads import ActionThread, done_within, reply_of
+
+if TYPE_CHECKING:
+    from rankzero.engines.connect.session import ConnectGroup, ConnectSession
 
 logger = logging.getLogger(__name__)
 
+STAGE_END_TIMEOUT = bounds.scaled(5.0)  # For a stage to end after its driver; then it is cancelled
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"  # Format of the lines in a driver's own log
 
 
@@ -119,16 +128,16 @@ def drive(
     driver = Driver(own, engine, private["env"], leased=owner is None, trackers=trackers)
 
     def on_signal(number: int, _: object) -> None:
-        driver.inbox.interrupt(f"the driver got {signal.Signals(number).name}")
+        driver.watch.interrupt(f"the driver got {signal.Signals(number).name}")
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, on_signal)
-    signal.signal(CANCEL, lambda *_: driver.inbox.cancel())
+    signal.signal(CANCEL, lambda *_: driver.watch.cancel())
     if owner is not None:
         exited = "the process that called run() has exited"
-        when_gone(job.owner, functools.partial(driver.inbox.interrupt, exited), owner)
+        when_gone(job.owner, functools.partial(driver.watch.interrupt, exited), owner)
     elif private.get("retrier"):
-        when_gone(private["retrier"], driver.inbox.retrier_gone.set)
+        when_gone(private["retrier"], driver.watch.retrier_gone.set)
     code = 1
     try:
         driver.run(Delegation(own, private, driver).run if may_delegate else None)
@@ -142,6 +151,128 @@ def drive(
             processes.kill_descendants()
         # A driver whose run has ended must exit even if a JVM or a thread hangs.
         os._exit(code)
+
+
+class Delegation:
+    """A stage whose task 0 runs the driver of the run.
+
+    The process that claims the submission drives the run. Until then this process writes lines about its waiting, and
+    no status. After the driver in the stage has claimed it, this process only keeps the connection of the stage.
+    """
+
+    def __init__(self, own: Submission, private: Mapping[str, Any], driver: Driver) -> None:
+        """Prepares the object without opening a session. ``driver`` is that of this process."""
+        self._own = own
+        self._private = private
+        self._watch = driver.watch
+        self._recorder = driver.recorder
+        self._places = driver.places
+        self._folder = own.path("stage")
+        self._group: ConnectGroup | None = None
+        self._ended: BaseException | None = None
+        self._store = ActionThread("rankzero-stage")
+
+    async def run(self) -> Exception | bool:
+        """Starts the stage and follows it until it has ended.
+
+        Returns:
+            True if the driver in the stage had the run. Else this process has claimed the submission, and must drive
+            the run: False if the stage failed before its driver had claimed it, or the error that prevented its
+            start.
+
+        Raises:
+            Exception: the store failed, and this process must not write.
+        """
+        refused: Exception | bool = False
+        try:
+            await self._start(time.monotonic() + self._own.job.start_timeout)
+        except Exception as error:
+            refused = error
+        must_claim = refused or not await self._asked(self._own.has_driver)
+        # The first claim counts: that of this process, or of the driver in the stage.
+        if not (must_claim and await self._asked(self._own.claim_driver)):
+            await self._follow()
+            return True
+        if self._group:
+            await done_within(bounds.STOP_MARGIN(), self._group.cancel)
+        await self._places.close()
+        if not refused:
+            why = str(self._explained()).splitlines()[0]
+            self._recorder.announce("engine", f"the run is driven from this host, not in its stage: {why}")
+        return refused
+
+    async def _asked(self, action: Callable[[], bool]) -> bool:
+        return await reply_of(self._store.submit(action), bounds.STORE_OUTAGE())
+
+    async def _start(self, deadline: float) -> None:
+        """Starts the stage, and returns when its driver has claimed the submission or the stage has ended."""
+        own, job, env, began = self._own, self._own.job, self._private["env"], time.monotonic()
+        session = cast("ConnectSession", await self._places.open(deadline))
+        num_tasks = await self._places.reserve(session, deadline)
+        stage = {
+            "directory": own.run.directory,
+            "nonce": job.nonce,
+            "submission": job.submission,
+            "folder": self._folder,
+            "secret": new_secret(),
+            "num_tasks": num_tasks,
+            "place": session.place,
+            "encrypts": job.encrypts(by_default=session.encrypts),
+            "trackers": self._private["trackers"],
+        }
+
+        def start() -> ConnectGroup:
+            store.make_directory(self._folder)
+            config = {"env": env, "use_gpu": job.use_gpu, "stage": stage}
+            return session.host_driver(num_tasks, config, self._on_end)
+
+        self._group = await self._places.request(start, deadline, if_late=cancel_late)
+        while not self._ended:
+            if await self._watch.reply_of(self._store.submit(own.has_driver), self._watch.check):
+                return
+            if (now := time.monotonic()) > deadline:
+                raise StartTimeoutError(
+                    f"the stage of {num_tasks} tasks did not start within start_timeout={job.start_timeout} s: "
+                    f"{session.place} may have fewer free slots; free some, or give more time",
+                    missing=[f"task {task}" for task in range(num_tasks)],
+                )
+            what = f"waiting for {session.place} to begin {num_tasks} tasks, for {now - began:.0f} s"
+            self._recorder.note_waiting(what)
+            await self._watch.wait(bounds.POLL_INTERVAL)
+
+    async def _follow(self) -> None:
+        """Keeps the connection until the stage has ended; this process may exit before that."""
+        if not self._group:
+            return
+        logger.info("the run is driven in its stage; this process keeps the connection to %s", self._own.job.engine)
+        self._group.tolerate_outage()
+        over_at = math.inf
+
+        def is_over() -> bool:
+            # Or the run was removed meanwhile.
+            return store.exists(store.join(self._folder, OVER)) or not self._own.has_driver()
+
+        reply = self._store.submit(is_over)
+        while not self._ended:
+            # The store may hang, while the stage continues.
+            if over_at == math.inf and reply.done():
+                over_at, reply = time.monotonic() if reply.result() else math.inf, self._store.submit(is_over)
+            if time.monotonic() - over_at > STAGE_END_TIMEOUT():
+                await done_within(bounds.STOP_MARGIN(), self._group.cancel)
+                return
+            if self._watch.interrupted:
+                logger.info("this process exits (%s), and the stage continues", self._watch.interrupted)
+                return
+            await self._watch.wait(bounds.POLL_INTERVAL)
+        logger.info("the stage has ended, with the driver of the run in it: %s", self._explained())
+
+    def _on_end(self, error: BaseException | None) -> None:
+        self._ended = error or RuntimeError("the stage ended before the run did")
+        self._watch.wake()
+
+    def _explained(self) -> RankZeroError:
+        assert self._group
+        return self._group.explain(self._ended or RuntimeError("the stage ended before the run did"))
 
 
 def _engine_of(spec: dict[str, Any], private: dict[str, Any]) -> Engine:

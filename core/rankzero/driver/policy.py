@@ -48,7 +48,7 @@ def place(slots: int, least: int, most: int, unchanged: float, waited: float, bo
     """Returns the number of tasks that an attempt starts with now; None to wait for more slots.
 
     An elastic attempt (``least < most``) waits for ``most`` while new slots appear, then starts with those that exist.
-    It waits for half of the bound at most: the ranks need the rest to start.
+    It waits for half of the bound at most, within which its ranks must have started: they need the rest.
 
     Args:
         slots: Slots that exist.

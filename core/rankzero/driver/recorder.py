@@ -39,10 +39,8 @@ class StatusWriter:
     """Keeps the status, and writes it when it has changed and with every heartbeat; creates the end once it is certain.
 
     A driver that was stopped or cut off may have been replaced. So it reads the end of its submission before each
-    heartbeat, and before it creates the end itself.
-
-    Writes are asynchronous, so neither a slow store nor a large result makes a live driver look dead or blocks it.
-    Writes are sequential, so none overtakes a later one. A refused write is repeated with the next heartbeat.
+    heartbeat, and before it creates the end itself. One thread makes all writes, so none overtakes a later one, and a
+    slow store neither blocks a live driver nor makes it look dead. A refused write is repeated later.
 
     Attributes:
         status: The current state of the run, which may not be written yet.
@@ -144,13 +142,11 @@ class Recorder(StatusWriter):
         job = own.job
         self.mask = mask
         self._streams = {name: PieceWriter(own.path(name)) for name in (EVENTS, LINES)} if own.is_remote else {}
-        self._events, self._lines = (
-            _Lines(self._streams.get(name) or Appender(own.path(name))) for name in (EVENTS, LINES)
-        )
+        self._files = {name: Appender(own.path(name)) for name in (EVENTS, LINES) if not own.is_remote}
         self._finished = threading.Event()
         self._appending = ActionThread("rankzero-lines")
         # Each is changed by one thread alone.
-        self._queued = self._appended = 0
+        self._queued = self._appended = self._lost = 0
         self._stuck_at = -1
         status = RunStatus(
             attempt=job.first_attempt,
@@ -268,8 +264,8 @@ class Recorder(StatusWriter):
                 break
             await asyncio.sleep(bounds.POLL_INTERVAL_BRIEF)
 
-    def _append(self, lines: _Lines, texts: list[str]) -> None:
-        """Appends lines in a thread, since a disk may hang. Those that then find no room are lost."""
+    def _append(self, name: str, texts: list[str]) -> None:
+        """Appends lines in a thread, since a disk may hang, or be full: lines that find no room are lost."""
         size = sum(map(len, texts))
         if self._queued - self._appended + size > MOST_QUEUED:
             logger.warning("%d lines are lost: the disk of the run directory does not take them", len(texts))
@@ -277,19 +273,28 @@ class Recorder(StatusWriter):
         self._queued += size
 
         def append() -> None:
-            lines.append(texts)
+            is_told = bool(self._lost) and name == LINES
+            note = [f"rankzero: {self._lost} lines could not be written here"] if is_told else []
+            try:
+                if note or texts:
+                    (self._streams.get(name) or self._files[name]).append(stamped(note, time.time()) + texts)
+                self._lost = 0 if is_told else self._lost
+            except Exception as error:
+                if not self._lost:
+                    logger.warning("lines are lost: %s", error)
+                self._lost += len(texts)
             self._appended += size
 
         self._appending.submit(append)
 
     def event(self, event: dict[str, Any]) -> None:
         """Appends an event to the event log."""
-        self._append(self._events, [json.dumps({"time": time.time(), **event})])
+        self._append(EVENTS, [json.dumps({"time": time.time(), **event})])
 
     def metrics(self, rank: int, rows: list[tuple[dict[str, Any], float]]) -> None:
         """Appends a rank's reported metrics with their times; rank 0's last values go into the status."""
         events = [{"time": when, "type": "metric", "rank": rank, "metrics": metrics} for metrics, when in rows]
-        self._append(self._events, [json.dumps(event) for event in events])
+        self._append(EVENTS, [json.dumps(event) for event in events])
         if rank == 0:
             last = dict(self.status.metrics)
             for name, value in itertools.chain.from_iterable(metrics.items() for metrics, _ in rows):
@@ -302,7 +307,7 @@ class Recorder(StatusWriter):
     def log(self, rank: int, lines: list[str]) -> None:
         """Appends lines of a rank, with the current time and the run's secrets masked."""
         lines = self.mask.lines(lines)
-        self._append(self._lines, [f"[{rank}] {line}" for line in stamped(lines, time.time())])
+        self._append(LINES, [f"[{rank}] {line}" for line in stamped(lines, time.time())])
 
     def finish(self, **changes: Any) -> None:
         """Closes the files, then writes the final status: a reader who sees it sees everything.
@@ -315,9 +320,11 @@ class Recorder(StatusWriter):
         self._note_state(changes["state"])
         self.note_phase("final")
 
+        self._append(LINES, [])
+
         def close() -> None:
-            for lines in (self._events, self._lines):
-                lines.close()
+            for file in self._files.values():
+                file.close()
 
         wait([self._appending.submit(close)], STORE_OUTAGE())
         self._appending.end()
@@ -334,30 +341,3 @@ class Recorder(StatusWriter):
             problem = self.problem
             what = f"the run ended as {changes['state']}, but its status could not be written"
             raise ResultError(f"{what}: {problem or 'the store does not answer'}") from problem
-
-
-class _Lines:
-    """A growing file that survives a full disk: refused lines are counted, and reported when there is room again."""
-
-    def __init__(self, appender: Appender | PieceWriter) -> None:
-        self._appender = appender
-        self._lost = 0
-
-    def append(self, lines: list[str]) -> None:
-        note = stamped([f"rankzero: {self._lost} lines could not be written here"] if self._lost else [], time.time())
-        try:
-            self._appender.append([*note, *lines])
-            self._lost = 0
-        except Exception as error:
-            if not self._lost:
-                logger.warning("lines are lost: %s", error)
-            self._lost += len(lines)
-
-    def close(self) -> None:
-        try:
-            if self._lost:
-                self.append([])
-            if isinstance(self._appender, Appender):
-                self._appender.close()
-        except Exception as error:
-            logger.warning("lines are lost: %s", error)

@@ -49,12 +49,8 @@ class NotOwnerError(OSError):
 class Storage:
     """Stores what ranks deliver, in a thread of its own, so a slow store delays neither training nor failures.
 
-    A rank that does not see the run directory sends its file over the channel before the message about it.
-
-    Attributes:
-        facts: Receives finished ranks and errors of the store.
-        directory: Local directory of the files that agents send.
-        received: The size of each file that arrived, or a text that says why it did not, by its path (`channel.server`)
+    A rank that does not see the run directory sends its file over the channel, to a local directory, before the message
+    about it. ``received`` has the size of each file that arrived, or why it did not, by its path (`channel.server`).
     """
 
     def __init__(

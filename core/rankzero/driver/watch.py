@@ -1,4 +1,4 @@
-"""`Inbox` and `Watch`: the requests and events that end a run from outside, whatever its attempts are doing."""
+"""`Watch`: the requests and events that end a run from outside, whatever its attempts are doing."""
 
 from __future__ import annotations
 
@@ -30,26 +30,39 @@ MISSED_RENEWALS = 3  # Renewals that the last follower may miss: half a minute, 
 T = TypeVar("T")
 
 
-class Inbox:
-    """Wakes the coroutine of a run, and has what other threads, processes and signals want of it.
+class Watch:
+    """Knows why a run must end: a request, an interrupt, an abandoned lease or an end by another process.
+
+    A thread reads the run directory, and hangs if the store does. The coroutine of the run checks what it has found.
 
     Attributes:
         interrupted: Why the run must end without a request.
         is_cancelled: True once the run must end on request.
         retrier_gone: Set once the process that would start the next try has exited, so only a present follower keeps
             the run alive.
+        started_at: Monotonic time at which every rank of an attempt had first started, from which ``timeout`` counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own: Submission, recorder: Recorder, *, leased: bool) -> None:
+        """Prepares the watch; `start` reads. The lease counts unless the driver watches its owner by other means."""
+        self._own = own
+        self._recorder = recorder
         self.interrupted: str | None = None
         self.is_cancelled = False
         self.retrier_gone = threading.Event()
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-
-    def attach(self) -> None:
-        """Makes later calls wake the event loop that runs now."""
-        self._loop = asyncio.get_running_loop()
+        self.started_at: float | None = None
+        self._orphan_timeout = own.job.orphan_timeout if leased else None
+        self._lease: bytes | None = None
+        self._lease_seen = time.monotonic()
+        self._next_lease = 0.0
+        self._request: dict[str, Any] | None = None
+        self._abandoned = ""
+        self._error: RunCancelledError | None = None
+        self._cancelled_at: float | None = None
+        self._first_read: Future[None] = Future()
+        self._hurry, self._ended = threading.Event(), False
 
     def interrupt(self, reason: str) -> None:
         """Asks the driver to cancel the run. Threads and signal handlers may call it."""
@@ -88,34 +101,6 @@ class Inbox:
                 return future.result()
             await self.wait(CHECK_INTERVAL)
 
-
-class Watch:
-    """Watches for a request to cancel, an interrupt, an abandoned lease and an end by another process.
-
-    A thread reads the run directory, and hangs if the store does. The coroutine of the run checks what it has found.
-
-    Attributes:
-        inbox: Receives the interrupt, and wakes the coroutine of the run.
-        started_at: Monotonic time at which every rank of an attempt had first started, from which ``timeout`` counts.
-    """
-
-    def __init__(self, own: Submission, recorder: Recorder, inbox: Inbox, *, leased: bool) -> None:
-        """Prepares the watch; `start` reads. The lease counts unless the driver watches its owner by other means."""
-        self._own = own
-        self._recorder = recorder
-        self.inbox = inbox
-        self.started_at: float | None = None
-        self._orphan_timeout = own.job.orphan_timeout if leased else None
-        self._lease: bytes | None = None
-        self._lease_seen = time.monotonic()
-        self._next_lease = 0.0
-        self._request: dict[str, Any] | None = None
-        self._abandoned = ""
-        self._error: RunCancelledError | None = None
-        self._cancelled_at: float | None = None
-        self._first_read: Future[None] = Future()
-        self._hurry, self._ended = threading.Event(), False
-
     def check(self) -> None:
         """Raises RunCancelledError, with the reason, or RunTimeoutError if the run must end."""
         if self.is_called_off() and self._error:
@@ -128,8 +113,8 @@ class Watch:
         """Returns True if the run must end on request or because another driver has it."""
         if self._error:
             return True
-        inbox, now = self.inbox, time.monotonic()
-        if inbox.is_cancelled and self._cancelled_at is None:
+        now = time.monotonic()
+        if self.is_cancelled and self._cancelled_at is None:
             # The process that cancels the run writes its reason into the store after it has sent the signal.
             self._cancelled_at = now
             self._hurry.set()
@@ -143,7 +128,7 @@ class Watch:
             reason = (self._request or {"reason": ""})["reason"]
             text = ": ".join(filter(None, ["the run was cancelled on request", reason]))
             self._error = RunCancelledError(text, requested=True)
-        elif (why := inbox.interrupted or self._abandoned) and not inbox.is_cancelled:
+        elif (why := self.interrupted or self._abandoned) and not self.is_cancelled:
             self._error = RunCancelledError(why, requested=False)
         if self._error:
             self._recorder.note_cancelling()
@@ -151,6 +136,7 @@ class Watch:
 
     async def start(self) -> None:
         """Begins to read; returns after the first time, or soon: a run that is cancelled already must not begin."""
+        self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._follow, name="rankzero-watch", daemon=True).start()
         with contextlib.suppress(TimeoutError):
             await reply_of(self._first_read, REASON_TIMEOUT())
@@ -179,9 +165,9 @@ class Watch:
             if not self._first_read.done():
                 self._first_read.set_result(None)
             if self._request or self._abandoned:
-                self.inbox.wake()
+                self.wake()
                 return
-            is_slow = self._own.is_remote and not self.inbox.is_cancelled
+            is_slow = self._own.is_remote and not self.is_cancelled
             if self._hurry.wait(self._recorder.status.interval if is_slow else READ_INTERVAL):
                 time.sleep(READ_INTERVAL / 4)
 
@@ -193,7 +179,7 @@ class Watch:
         lease = self._own.lease()
         bound = bound_of(lease)
         seconds = orphan_timeout if bound is None else min(orphan_timeout, bound)
-        is_alone = self.inbox.retrier_gone.is_set()
+        is_alone = self.retrier_gone.is_set()
         if is_alone:
             seconds = min(seconds, MISSED_RENEWALS * interval_of(self._own, seconds))
         if lease != self._lease:
