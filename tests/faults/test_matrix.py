@@ -110,8 +110,6 @@ class Cell:
         return f"{self.target}{where}, {self.moment}, {self.fault}: {self.outcome}"
 
 
-TARGETS = ("worker", "agent", "executor", "driver", "submitter", "channel", "store")
-
 DRIVEN_HERE = ("worker", "agent", "channel")
 """By a driver in this process: the proxy is here, and its zygote serves many cells."""
 
@@ -128,9 +126,6 @@ LAST_REPORTED = {"rendezvous": -1, "training": HOLD_AT - 1, "checkpoint": HOLD_A
     ("returned", "half", "committed"), STEPS - 1
 )
 """The step of the last checkpoint at each moment."""
-
-FAULTS = ("SIGKILL", "SIGTERM", "SIGSTOP", "full", "cut", "deaf")
-"""Besides signals: no space on the disk; connections reset; connections that stay and carry nothing."""
 
 SPARK: dict[str, Any] = {"engine": "spark", "bound": SPARK_NAMED}
 CONNECT: dict[str, Any] = {"engine": "connect", "ranks": 2, "by_hand": True}

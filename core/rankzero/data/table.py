@@ -55,7 +55,7 @@ class Table:
     """A directory of Parquet files that `rankzero.train.write_rows` has written. It is a path: ``dataset=table``.
 
     The table is committed with its run: a training function that returns it makes it the run's result. Rows of a failed
-    attempt are removed. The table is deleted with its run directory.
+    attempt are in no table. The table is deleted with its run directory.
 
     Attributes:
         uri: Absolute local path or URL of the directory.
