@@ -10,7 +10,7 @@ from tests.runs import submitted
 
 from rankzero import store
 from rankzero.data.manifest import FILE, File, Manifest, encode_schema, from_bytes, to_bytes
-from rankzero.driver.places import Tables
+from rankzero.driver.places import compute_tables
 from rankzero.job import Job
 from rankzero.run.directory import Submission
 from rankzero.submit.datasets import of_earlier_try
@@ -52,7 +52,7 @@ def read(own: Submission, session: Any, known: dict[str, Manifest] | None = None
     if known:
         store.write_bytes(own.path(FILE), to_bytes(known))
         job = replace(job, files={FILE: {"location": own.path(FILE)}})
-    done = Tables(own, job, session).read(print)
+    done = compute_tables(own, job, session, print, lambda: None)
     return from_bytes(store.read_bytes(done.files[FILE]["location"]))
 
 

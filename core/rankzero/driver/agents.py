@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankzero import bounds
-from rankzero.bounds import LOG_TAIL_WIDTH
+from rankzero.bounds import HEARTBEAT_INTERVAL, LOG_TAIL_WIDTH
 from rankzero.channel import messages
 from rankzero.channel.messages import Message
 from rankzero.channel.server import Server
@@ -118,7 +119,8 @@ class Agents:
             "run_directory": self._own.directory,
             "run_token": token,
             "files": self._job.files,
-            "beat_interval": policy.beat_interval(self._job.hang_timeout),
+            # Short enough to notice a hang in time.
+            "beat_interval": min(HEARTBEAT_INTERVAL, (self._job.hang_timeout or math.inf) / 5),
             "context": {
                 "world_size": self._job.num_processes,
                 "run_id": self._job.run_id,

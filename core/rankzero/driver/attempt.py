@@ -315,7 +315,9 @@ class Attempt:
     async def _record(self, verdict: Verdict) -> None:
         """Makes the success durable: disconnects and exit handlers take time, and the driver may die meanwhile."""
         assert verdict.success is not None
-        recorded, deadline = self._run.recorder.commit(*verdict.success), time.monotonic() + STORE_OUTAGE()
+        ref, value = verdict.success
+        recorded = self._run.recorder.change(result=ref.to_json(), value=value)
+        deadline = time.monotonic() + STORE_OUTAGE()
         recorded.add_done_callback(self._run.watch.wake)
         while not (recorded.done() or time.monotonic() > deadline or self._run.watch.is_called_off()):
             await self._run.watch.wait(CHECK_INTERVAL)

@@ -113,11 +113,10 @@ class Driver:
             # The files may be on a disk that hangs.
             await reply_of(in_thread(functools.partial(self.recorder.finish, **outcome), "rankzero-finish"))
         finally:
-            self._trackers.end()
+            closing = in_thread(self._trackers.close, "rankzero-trackers")
             # After the final status, so callers do not wait while a SparkContext stops, which takes a second.
             await self.places.close()
-            if self._trackers:
-                await reply_of(in_thread(self._trackers.close, "rankzero-trackers"))
+            await reply_of(closing)
             if not self.recorder.superseded:
                 await self._after()
 
@@ -128,7 +127,8 @@ class Driver:
         """
 
         def act() -> None:
-            if self.recorder.is_success:
+            recorder = self.recorder
+            if recorder.end and recorder.status.result and not recorder.superseded:
                 remove_computed(self._job)
             try:
                 write_report(self._own)
@@ -262,28 +262,21 @@ def write_report(own: Submission) -> None:
 
 
 class Trackers:
-    """The trackers of one submission, while this process drives it; false if there are none."""
+    """The trackers of one submission, while this process drives it."""
 
     def __init__(self, own: Submission, packed: Mapping[str, Any] | None) -> None:
         """Prepares the threads, and starts none. `rankzero.submit.pack.pack_trackers` has packed the trackers."""
         self._ended = threading.Event()
         self._feeds = [_Feed(own, pickled, self._ended) for pickled in (packed or {}).get("pickles", ())]
 
-    def __bool__(self) -> bool:
-        return bool(self._feeds)
-
     def start(self) -> None:
         """Starts the threads that call the trackers."""
         for feed in self._feeds:
             feed.start()
 
-    def end(self) -> None:
-        """Has each tracker called for the last time, since the run has ended. Does not wait."""
-        self._ended.set()
-
     def close(self) -> None:
         """Calls each tracker for the last time, and waits for that, at most `TRACKERS_TIMEOUT` seconds."""
-        self.end()
+        self._ended.set()
         deadline = time.monotonic() + bounds.TRACKERS_TIMEOUT()
         for feed in self._feeds:
             feed.join(max(0.0, deadline - time.monotonic()))

@@ -127,16 +127,27 @@ class Places:
 
     async def read_tables(self, job: Job, session: EngineSession) -> Job:
         """Computes the tables that ranks read, and returns the job with their locations. That may take long."""
-        tables, loop = Tables(self._own, job, session), asyncio.get_running_loop()
+        stopped, ended, loop = threading.Event(), threading.Event(), asyncio.get_running_loop()
 
         def say(text: str) -> None:
             loop.call_soon_threadsafe(lambda: self._recorder.announce("engine", text))
 
+        def check() -> None:
+            if stopped.is_set():
+                raise RunCancelledError("the run was cancelled while its datasets were computed")
+
+        def compute() -> Job:
+            try:
+                return compute_tables(self._own, job, session, say, check)
+            finally:
+                ended.set()
+
         try:
-            return await self.request(functools.partial(tables.read, say), None)
+            return await self.request(compute, None)
         except BaseException:
             # Stops the engine's work, too.
-            await done_within(SESSION_CLOSE_TIMEOUT(), lambda: tables.stop(SESSION_CLOSE_TIMEOUT()))
+            stopped.set()
+            await done_within(SESSION_CLOSE_TIMEOUT() + 1.0, functools.partial(ended.wait, SESSION_CLOSE_TIMEOUT()))
             raise
 
     async def reserve(self, session: EngineSession, deadline: float) -> int:
@@ -231,66 +242,39 @@ def remove_computed(job: Job) -> None:
         logger.warning("the rows of run %s were not removed: %s", job.run_id, error)
 
 
-class Tables:
-    """Computes the tables and queries of a job; a resumed training gets the rows with which it began."""
+def compute_tables(
+    own: Submission, job: Job, session: EngineSession, say: Callable[[str], None], check: Callable[[], None]
+) -> Job:
+    """Computes the tables and queries of a job; a resumed training gets the rows with which it began.
 
-    def __init__(self, own: Submission, job: Job, session: EngineSession) -> None:
-        self._own = own
-        self._job = job
-        self._session = session
-        self._stopped = threading.Event()
-        self._ended = threading.Event()
+    Returns:
+        The job with their locations.
 
-    def read(self, say: Callable[[str], None]) -> Job:
-        """Computes the datasets and returns the job with their locations. ``say`` receives lines about progress.
-
-        Raises:
-            InvalidJobError: a table does not exist, has too few rows, or has a column that cannot become a tensor.
-            EngineError: the engine failed.
-            RunCancelledError: `stop` was called.
-        """
-        made: dict[str, Manifest] = {}
-        try:
-            known = from_bytes(store.read_bytes(self._job.files[FILE]["location"])) if FILE in self._job.files else {}
-            known |= self._before()
-            for name, query in self._job.queries.items():
-                if name in known:
-                    continue
-                folder = self._own.new_dataset(name)
-                known[name] = made[name] = self._session.read_table(query, folder, name, say, self._check)
-                known[name].check_rows(name, self._job.num_processes)
-            data = to_bytes(known)
-            location = self._own.path(FILE)
-            store.write_bytes(location, data, durable=True)
-        except BaseException:
-            for manifest in made.values():
-                store.remove(str(manifest.folder))
-            raise
-        finally:
-            self._ended.set()
-        described = {"location": location, "size": len(data), "absolute": False, "digest": digest_of([data])}
-        return replace(self._job, files={**self._job.files, FILE: described}, queries={})
-
-    def stop(self, timeout: float) -> None:
-        """Makes `read` stop in whichever thread it runs; returns when it has, or after ``timeout`` seconds."""
-        self._stopped.set()
-        self._ended.wait(timeout)
-
-    def _check(self) -> None:
-        if self._stopped.is_set():
-            raise RunCancelledError("the run was cancelled while its datasets were computed")
-
-    def _before(self) -> dict[str, Manifest]:
-        """Returns the datasets that were computed earlier for this training, the newest of each name.
-
-        Drivers of earlier submissions computed them, or an earlier driver of this one.
-        """
-        found: dict[str, Manifest] = {}
-        for place in [*self._own.earlier(), self._own.directory]:
+    Raises:
+        InvalidJobError: a table does not exist, has too few rows, or has a column that cannot become a tensor.
+        EngineError: the engine failed.
+        RunCancelledError: by ``check``, which the engine calls often.
+    """
+    made: dict[str, Manifest] = {}
+    try:
+        known = from_bytes(store.read_bytes(job.files[FILE]["location"])) if FILE in job.files else {}
+        # Drivers of earlier submissions have computed them, or an earlier driver of this one.
+        for place in [*own.earlier(), own.directory]:
             computed = _read(store.join(place, FILE))
-            names = [name for name in computed if name in self._job.queries]
-            found |= {name: computed[name] for name in names if store.exists(computed[name].files[0].location)}
-        return found
+            names = [name for name in computed if name in job.queries]
+            known |= {name: computed[name] for name in names if store.exists(computed[name].files[0].location)}
+        for name, query in job.queries.items():
+            if name not in known:
+                known[name] = made[name] = session.read_table(query, own.new_dataset(name), name, say, check)
+                known[name].check_rows(name, job.num_processes)
+        data, location = to_bytes(known), own.path(FILE)
+        store.write_bytes(location, data, durable=True)
+    except BaseException:
+        for manifest in made.values():
+            store.remove(str(manifest.folder))
+        raise
+    described = {"location": location, "size": len(data), "absolute": False, "digest": digest_of([data])}
+    return replace(job, files={**job.files, FILE: described}, queries={})
 
 
 def _read(location: str) -> dict[str, Manifest]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rankzero import bounds
-from rankzero.bounds import HEARTBEAT_INTERVAL
 from rankzero.errors import PREEMPTED
 from rankzero.job import Job
 
@@ -92,11 +91,6 @@ def starting_message(num_tasks: int, missing_tasks: Sequence[int], missing_ranks
         return f"{started}, not {name_ranks(missing_tasks, 'task')} (are its slots in use?)"
     what = f"{name_ranks(missing_ranks)} still imports torch" if missing_ranks else "rank 0 opens no rendezvous"
     return f"every task has started, but {what}"
-
-
-def beat_interval(hang_timeout: float | None) -> float:
-    """Returns the seconds between two heartbeats of a worker, short enough to notice a hang in time."""
-    return HEARTBEAT_INTERVAL if hang_timeout is None else min(HEARTBEAT_INTERVAL, hang_timeout / 5)
 
 
 NO_REPLY = "no answer: its agent or the network hangs"

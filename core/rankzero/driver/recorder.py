@@ -26,7 +26,6 @@ from rankzero.run.output import stamped
 from rankzero.run.reports import CHECK_PREFIX, MOST_METRICS
 from rankzero.run.status import RunStatus, pace
 from rankzero.threads import ActionThread
-from rankzero.values.ref import ResultRef
 
 OUTCOME_RETRY_INTERVAL = bounds.scaled(0.25)  # Between two writes of a status whose outcome is certain
 HEARTBEAT_DELAY = 1.0  # Seconds for a write of lines to an object store to carry the heartbeat
@@ -163,11 +162,6 @@ class Recorder(StatusWriter):
         self._drives = False
         self._flusher = threading.Thread(target=self._flush, name="rankzero-flush", daemon=True)
 
-    @property
-    def is_success(self) -> bool:
-        """True once the success of this driver is the end of the submission."""
-        return self.end is not None and not self.superseded and self.status.result is not None
-
     def update(self, **changes: Any) -> None:
         """Changes the status and writes it; a change of state is an event too."""
         before = self.status
@@ -199,14 +193,6 @@ class Recorder(StatusWriter):
         self._held_at = time.monotonic()
         held_seconds = self.status.held_seconds + ranks * before
         self.note(held_seconds=held_seconds, held_since=time.time() if held else None)
-
-    def commit(self, result: ResultRef, value: list[Any]) -> Future[None]:
-        """Creates the end of the submission as a success, which holds even if this driver dies. `finish` comes later.
-
-        Returns:
-            A future that completes as soon as the record is durable.
-        """
-        return self.change(result=result.to_json(), value=value)
 
     def note_phase(self, phase: str) -> None:
         """Records the state of the attempt, which the next write of the status has."""
