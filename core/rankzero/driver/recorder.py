@@ -34,32 +34,53 @@ ROOM_TIMEOUT = bounds.scaled(1.0)  # That an agent's connection is not read whil
 logger = logging.getLogger(__name__)
 
 
-class StatusWriter:
-    """Keeps the status, and writes it when it has changed and with every heartbeat; creates the end once it is certain.
+class Recorder:
+    """Writes status, events and lines of one submission of a run; creates its end once that is certain.
 
-    A driver that was stopped or cut off may have been replaced. So it reads the end of its submission before each
-    heartbeat, and before it creates the end itself. One thread makes all writes, so none overtakes a later one, and a
-    slow store neither blocks a live driver nor makes it look dead. A refused write is repeated later.
+    The driver's thread uses it and never waits for a store. One thread writes the status, when it has changed and with
+    every heartbeat, so no write overtakes a later one; others write lines. A store that refuses writes, such as a full
+    disk, does not end the training: lines are counted as lost, and the status is written again later.
+
+    A driver that was stopped or cut off may have been replaced. So the end of the submission is read before each
+    heartbeat, and before it is created.
 
     Attributes:
+        mask: Hides the secrets of the run.
         status: The current state of the run, which may not be written yet.
         superseded: True if another process has ended the submission, or removed the run.
         end: How the submission has ended; None before that.
-        problem: The error of the last write; None if it succeeded.
     """
 
-    def __init__(self, own: Submission, status: RunStatus) -> None:
-        """Prepares the thread, which the first `change` starts."""
-        self._own = own
+    def __init__(self, own: Submission, mask: Mask) -> None:
+        """Prepares the files of a submission; nothing is written yet."""
+        self._own, self.mask, job = own, mask, own.job
+        self.status = RunStatus(
+            attempt=job.first_attempt,
+            submission=job.submission,
+            metrics=dict(job.metrics),
+            driver_host=socket.gethostname(),
+            driver_pid=os.getpid(),
+            driver_namespace=process_namespace(),
+            driver_start=process_start(os.getpid()),
+            interval=pace(0.0) if own.is_remote else HEARTBEAT_INTERVAL,
+        )
+        self.superseded = False
+        self.end: RunStatus | None = None
+        self._problem: Exception | None = None
         self._changed = threading.Condition()
-        self._has_changed = False
+        self._has_changed = self._drives = False
         self._unwritten: list[Future[None]] = []
         self._writing = threading.Thread(target=self._work, name="rankzero-heartbeat", daemon=True)
         self._checked_at = time.time()
-        self.status = status
-        self.superseded = False
-        self.end: RunStatus | None = None
-        self.problem: Exception | None = None
+        self._streams = {name: PieceWriter(own.path(name)) for name in (EVENTS, LINES)} if own.is_remote else {}
+        self._files = {name: Appender(own.path(name)) for name in (EVENTS, LINES) if not own.is_remote}
+        self._appending = ActionThread("rankzero-lines")
+        # Each is changed by one thread alone.
+        self._queued = self._appended = self._lost = 0
+        self._stuck_at = -1
+        self._started = self._held_at = self._phase_at = time.monotonic()
+        self._finished = threading.Event()
+        self._flusher = threading.Thread(target=self._flush, name="rankzero-flush", daemon=True)
 
     def note(self, **changes: Any) -> None:
         """Changes the status, which the next heartbeat writes."""
@@ -80,6 +101,8 @@ class StatusWriter:
             self._changed.notify_all()
         if not self._writing.ident:
             self._writing.start()
+            if self._own.is_remote and not self._flusher.ident:
+                self._flusher.start()
         return written
 
     def _work(self) -> None:
@@ -95,12 +118,12 @@ class StatusWriter:
                 status = self._write(status)
             except Exception as error:
                 # Drivers of object stores raise exceptions of their own types.
-                if self.problem is None:
+                if self._problem is None:
                     logger.warning("the status could not be written: %s: %s; trying again", type(error).__name__, error)
-                self.problem = error
+                self._problem = error
                 pause = OUTCOME_RETRY_INTERVAL() if status.certain else pause
                 continue
-            self.problem = None
+            self._problem = None
             with self._changed:
                 del self._unwritten[: len(due)]
             for written in due:
@@ -127,49 +150,12 @@ class StatusWriter:
             self._own.write_status(status)
         return status
 
-
-class Recorder(StatusWriter):
-    """Writes status, events and logs of one submission of a run.
-
-    The driver's thread uses it and never waits for a store: lines are written by threads of their own, too. A store
-    that refuses writes while ranks train, such as a full disk, does not end the training: refused lines are counted as
-    lost, and the status is written again later.
-    """
-
-    def __init__(self, own: Submission, mask: Mask) -> None:
-        """Prepares the files of events and lines of a submission; nothing is written yet. The mask hides secrets."""
-        job = own.job
-        self.mask = mask
-        self._streams = {name: PieceWriter(own.path(name)) for name in (EVENTS, LINES)} if own.is_remote else {}
-        self._files = {name: Appender(own.path(name)) for name in (EVENTS, LINES) if not own.is_remote}
-        self._finished = threading.Event()
-        self._appending = ActionThread("rankzero-lines")
-        # Each is changed by one thread alone.
-        self._queued = self._appended = self._lost = 0
-        self._stuck_at = -1
-        status = RunStatus(
-            attempt=job.first_attempt,
-            submission=job.submission,
-            metrics=dict(job.metrics),
-            driver_host=socket.gethostname(),
-            driver_pid=os.getpid(),
-            driver_namespace=process_namespace(),
-            driver_start=process_start(os.getpid()),
-            interval=pace(0.0) if own.is_remote else HEARTBEAT_INTERVAL,
-        )
-        super().__init__(own, status)
-        self._started = self._held_at = self._phase_at = time.monotonic()
-        self._drives = False
-        self._flusher = threading.Thread(target=self._flush, name="rankzero-flush", daemon=True)
-
     def update(self, **changes: Any) -> None:
         """Changes the status and writes it; a change of state is an event too."""
         before = self.status
         self.change(**changes)
         if self.status.state != before.state or self.status.attempt != before.attempt:
             self._note_state(self.status.state)
-        if self._own.is_remote and not self._flusher.ident:
-            self._flusher.start()
 
     def _note_state(self, state: str) -> None:
         of_run = {"submission": self.status.submission, "attempt": self.status.attempt, "run_id": self._own.job.run_id}
@@ -324,6 +310,6 @@ class Recorder(StatusWriter):
         ended = max(time.time(), self.status.started or 0.0)
         written = self.change(**changes, **self._progress(), ended=ended)
         if not wait([written], STORE_OUTAGE()).done:
-            problem = self.problem
+            problem = self._problem
             what = f"the run ended as {changes['state']}, but its status could not be written"
             raise ResultError(f"{what}: {problem or 'the store does not answer'}") from problem

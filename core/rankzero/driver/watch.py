@@ -142,7 +142,7 @@ class Watch:
             await reply_of(self._first_read, REASON_TIMEOUT())
 
     def end(self) -> None:
-        """Reads no more."""
+        """Makes the thread that reads end soon."""
         self._ended = True
         self._hurry.set()
 
