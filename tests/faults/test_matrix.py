@@ -194,7 +194,6 @@ CELLS = [
     Cell("driver", "checkpoint", "SIGTERM", "resubmit", "cancelled", by_hand=True),
     Cell("driver", "returned", "SIGTERM", "resubmit", "cancelled", by_hand=True),
     Cell("driver", "committed", "SIGTERM", "unharmed", by_hand=True),
-    Cell("driver", "training", "SIGSTOP", "takeover", "failed", bound=LOST, by_hand=True),
     # The process that called `submit` owns nothing; the one that called `run` owns its run until it has the value.
     Cell("submitter", "rendezvous", "SIGKILL", "durable", by_hand=True),
     Cell("submitter", "training", "SIGKILL", "owned", "failed"),
@@ -533,27 +532,6 @@ def hurt_driver_in_commit(stage: Stage, handle: RunHandle[Any]) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
-def takeover(stage: Stage) -> None:
-    """A driver that stands still counts as dead; when it wakes up, it does not write over its heir."""
-    handle = stage.start()
-    stage.arrival(handle)
-    stopped = driver_of(handle)
-    stage.strike(stopped)
-    attached = RunHandle.attach(stage.directory)
-    assert attached.wait(WAIT)
-    stage.assert_in_time()
-    assert attached.status().state == stage.cell.cause
-    until(lambda: stage.processes() == [stopped], GONE, "the end of its ranks")
-    again = stage.launcher.submit(train, **stage.arguments)
-    value = again.result(WAIT)
-    os.kill(stopped, signal.SIGCONT)
-    until(lambda: stage.processes() == [], WAIT, "the end of the old driver")
-    stage.assert_continued(value)
-    assert again.status().state == "succeeded"
-    assert RunHandle.attach(stage.directory).result(0) == value
-    stage.assert_saved(again, STEPS - 1)
-
-
 def start_submitter(stage: Stage, how: str, **arguments: Any) -> subprocess.Popen[str]:
     asked = {
         "how": how,
@@ -656,7 +634,6 @@ OUTCOMES: dict[str, Callable[[Stage], None]] = {
     "unharmed": unharmed,
     "resubmit": resubmit,
     "kept": kept,
-    "takeover": takeover,
     "durable": durable,
     "owned": owned,
     "delivered": delivered,
