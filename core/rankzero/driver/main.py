@@ -162,26 +162,18 @@ class Delegation:
 
     def __init__(self, own: Submission, private: Mapping[str, Any], driver: Driver) -> None:
         """Prepares the object without opening a session. ``driver`` is that of this process."""
-        self._own = own
-        self._private = private
-        self._watch = driver.watch
-        self._recorder = driver.recorder
-        self._places = driver.places
-        self._folder = own.path("stage")
+        self._own, self._private, self._folder = own, private, own.path("stage")
+        self._watch, self._recorder, self._places = driver.watch, driver.recorder, driver.places
         self._group: ConnectGroup | None = None
         self._ended: BaseException | None = None
         self._store = ActionThread("rankzero-stage")
 
     async def run(self) -> Exception | bool:
-        """Starts the stage and follows it until it has ended.
+        """Starts the stage and follows it until it has ended. Raises errors of the store: then nothing may be written.
 
         Returns:
-            True if the driver in the stage had the run. Else this process has claimed the submission, and must drive
-            the run: False if the stage failed before its driver had claimed it, or the error that prevented its
-            start.
-
-        Raises:
-            Exception: the store failed, and this process must not write.
+            True if the driver in the stage had the run. Else this process has claimed it and must drive it: False if
+            the stage failed before its driver had claimed it, or the error that prevented its start.
         """
         refused: Exception | bool = False
         try:

@@ -75,13 +75,10 @@ def name_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
 
 
 def waiting_message(where: str, slots: int, least: int, most: int, waited: float, bound: float) -> str:
-    """Returns the message about the slots that an attempt waits for: how many exist, and how many are missing."""
+    """Returns the message about the slots that an attempt waits for: how many exist, and how many it needs."""
     needs = f"{least}" if least == most else f"{least} to {most}"
-    missing = f"{least - slots} missing" if slots < least else f"{most - slots} more would be used"
-    return (
-        f"waiting for {where}: it offers {slots} of the {needs} task slots that this run needs at the same time "
-        f"({missing}) after {waited:.0f} s of start_timeout={bound:g} s"
-    )
+    offers = f"it offers {slots} of the {needs} task slots that this run needs at the same time"
+    return f"waiting for {where}: {offers}, after {waited:.0f} s of start_timeout={bound:g} s"
 
 
 def starting_message(num_tasks: int, missing_tasks: Sequence[int], missing_ranks: Sequence[int]) -> str:
