@@ -5,7 +5,6 @@ seconds, commits, and says goodbye. They live in a few processes of their own, o
 """
 
 import asyncio
-import importlib.metadata
 import json
 import os
 import resource
@@ -50,18 +49,15 @@ class SimulatedEngine(LocalEngine):
 class SimulatedSession(EngineSession):
     """As many agents as ranks."""
 
-    bind_host = driver_host = "127.0.0.1"
+    place = "the simulation"
+    bind_host = "127.0.0.1"
 
     def __init__(self, job: Job, directory: str) -> None:
         self._job = job
+        self.driver_hosts = [self.bind_host]
         self._processes = [start_process(directory, number) for number in range(PROCESSES)]
         for process in self._processes:
             process.stdout.readline()
-
-    @property
-    def place(self) -> str:
-        """Its name in messages."""
-        return "the simulation"
 
     def slots(self) -> int:
         """As many as the job needs."""
@@ -125,10 +121,10 @@ async def be_agents(number: int, directory: str) -> None:
 async def be_agent(task: int, config: dict[str, Any], started: dict[int, float]) -> None:
     """One agent: joins, beats, and finishes together with the others."""
     hosts, port = config["driver"]
-    torch, python = importlib.metadata.version("torch"), ".".join(map(str, sys.version_info[:3]))
+    python = ".".join(map(str, sys.version_info[:3]))
     driver = Driver(hosts, port, config["secret"])
     connection = await driver.find(task, 60.0)
-    keeping = asyncio.create_task(driver.keep(connection, lambda: False))
+    keeping = asyncio.create_task(connection.keep("the driver"))
     host = f"host{task // 8}"
     connection.send(messages.Join(host, "127.0.0.1", host, os.getpid(), python, gpus=[], workers=1))
     working, path = None, ""
@@ -136,7 +132,7 @@ async def be_agent(task: int, config: dict[str, Any], started: dict[int, float])
         if isinstance(message, messages.Assign):
             started[task] = time.time() - config["go"]
             path = os.path.join(message.run_directory, "result", f"value-{message.context['attempt']}.json")
-            connection.send(messages.Ready(torch), 0)
+            connection.send(messages.Reached("ready"), 0)
             if message.first_rank == 0:
                 connection.send(messages.Rendezvous(1), 0)
         elif isinstance(message, messages.Go):
@@ -156,7 +152,7 @@ async def work(task: int, config: dict[str, Any], connection: Connection, path: 
     while time.monotonic() < end:
         connection.send(messages.Beat(int(time.monotonic())), 0)
         await asyncio.sleep(BEAT)
-    connection.send(messages.Returned(time.time()), 0)
+    connection.send(messages.Reached("returned", {"time": time.time()}), 0)
     connection.send(finish(task, path), 0)
 
 

@@ -65,10 +65,10 @@ class Times:
 async def transfer(directory: str, *, encrypt: bool) -> tuple[float, float]:
     """Megabytes a second to the driver, and from it."""
     secret, identity, times = new_secret(), make_identity() if encrypt else None, Times()
-    served, tls = {"file": os.path.join(directory, "file")}, identity.context if identity else None
-    server = Server(secret, times, served=served, directory=directory, tls=tls)
+    served, tls = {"file": os.path.join(directory, "file")}, identity[1] if identity else None
+    server = Server(secret, times, served, {}, directory, tls)
     port = await server.start(listen("127.0.0.1", None))
-    arguments = (port, secret, identity and identity.certificate, directory)
+    arguments = (port, secret, identity and identity[0], directory)
     process = get_context("spawn").Process(target=agent, args=arguments)
     started = time.perf_counter()
     process.start()

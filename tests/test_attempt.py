@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.channel.conftest import is_dead
 from tests.runs import folder_of
 
 from rankzero import EngineError, Launcher, LocalEngine, RankZeroError, RunCancelledError, RunHandle, WorkerFailedError
@@ -19,7 +18,7 @@ from rankzero.bounds import STOP_MARGIN
 from rankzero.channel import messages
 from rankzero.channel.client import Driver
 from rankzero.channel.connection import Connection
-from rankzero.channel.messages import Bye, End, Failed, Finished, Join, Message, Ready, Rendezvous, Returned, Stop
+from rankzero.channel.messages import Bye, End, Failed, Finished, Join, Message, Reached, Rendezvous, Stop
 from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd
 from rankzero.engines.local import LocalSession
 from rankzero.job import Job
@@ -53,7 +52,7 @@ class Agent:
         await self.expect(messages.Assign)
         if self.task == 0:
             self.send(Rendezvous(1))
-        self.send(Ready())
+        self.send(Reached("ready"))
         await self.expect(messages.Go)
 
     def finish(self) -> None:
@@ -63,7 +62,7 @@ class Agent:
             path = str(self._folder / "value.json")
             size, digest = formats.write(7, "json", path)
             result = {"format": "json", "size": size, "digest": digest, "path": path, "summary": {}, "value": 7}
-        self.send(Returned(time.time()), Finished(time.time(), result))
+        self.send(Reached("returned", {"time": time.time()}), Finished(time.time(), result))
 
     async def leave(self) -> None:
         """Closes the connection as agreed."""
@@ -124,7 +123,7 @@ class Group(AgentGroup):
         hosts, port = config["driver"]
         driver = Driver(hosts, port, config["secret"])
         connection = await driver.find(task, WAIT)
-        keeping = asyncio.create_task(driver.keep(connection, is_dead))
+        keeping = asyncio.create_task(connection.keep("the driver"))
         version = platform.python_version()
         connection.send(Join("127.0.0.1", "127.0.0.1", f"host-{task}", pid=1, python=version, gpus=[], workers=1))
         try:
@@ -252,7 +251,7 @@ def test_a_report_while_ranks_are_stopped_is_the_cause_of_the_consequences(play:
 def test_a_value_that_arrives_after_an_error_is_a_success(play: Callable[..., Played]) -> None:
     async def finish_late(agent: Agent) -> None:
         await agent.start()
-        agent.send(Returned(time.time()))
+        agent.send(Reached("returned", {"time": time.time()}))
         await agent.expect(Stop)
         agent.finish()
         await agent.leave()

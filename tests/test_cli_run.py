@@ -97,11 +97,7 @@ def test_a_success_whose_acknowledgement_cannot_be_written_is_one(store: Path, t
         (["-n", "1", "--engine", "sparky", "{script}"], 2, "master is 'sparky'"),
         (["-n", "1", "--conf", "spark.x=1", "{script}"], 2, "--conf is Spark's"),
         (["-n", "64", "--engine", "local[2]", "{script}"], 3, "64"),
-        (
-            ["--timeout", "soon", "{script}"],
-            2,
-            "timeout is 'soon'; it must be a number of seconds, or",
-        ),
+        (["--timeout", "soon", "{script}"], 2, "timeout is 'soon'; it must be a number of seconds, or"),
     ],
 )
 def test_an_exit_code_and_a_sentence_for_each_end(
@@ -137,19 +133,8 @@ def test_a_detached_run_trains_again_after_its_success(script: Path, store: Path
 @pytest.mark.usefixtures("hangups")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_run_that_is_stopped_from_outside_is_cancelled(script: Path, store: Path, number: signal.Signals) -> None:
-    line = [
-        "--store",
-        str(store),
-        "-n",
-        "1",
-        "--run-id",
-        f"stopped-{number}",
-        "--env",
-        "STEPS=6000",
-        "--env",
-        "PAUSE=0.1",
-    ]
-    process = subprocess.Popen([*COMMAND, "run", *line, str(script)], stdout=subprocess.PIPE, start_new_session=True)
+    line = f"--store {store} -n 1 --run-id stopped-{number} --env STEPS=6000 --env PAUSE=0.1 {script}".split()
+    process = subprocess.Popen([*COMMAND, "run", *line], stdout=subprocess.PIPE, start_new_session=True)
     try:
         assert first_line(process).startswith(b"[0] arguments")
         process.send_signal(number)

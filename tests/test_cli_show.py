@@ -205,9 +205,5 @@ def test_a_run_is_explained(tmp_path: Path) -> None:
     assert "  options: engine='local', max_restarts=2" in done.stdout
     assert "  options that differ from the submission before: max_restarts" in done.stdout
     assert re.search(r"^  shipped: payload\.pkl, \d+ bytes$", done.stdout, re.MULTILINE)
-    assert [one["submission"] for one in strict(rankzero("explain", str(tmp_path / "one"), "--json").stdout)] == [
-        0,
-        1,
-        2,
-        3,
-    ]
+    rows = strict(rankzero("explain", str(tmp_path / "one"), "--json").stdout)
+    assert [one["submission"] for one in rows] == list(range(4))

@@ -249,12 +249,12 @@ def test_files_of_the_user_beside_the_checkpoints_stay_and_are_not_read(work: Co
         (place / name).write_text("mine")
     (place / "0000-000009").write_text("mine")
     mine = {path for path in place.rglob("*") if not path.is_relative_to(place / "0000-000000")}
-    for file in ("rank-0.json", "pieces.jsonl", f".writing-{'0a' * 8}"):
+    for file in ("rank-0.json", f".writing-{'0a' * 8}"):
         (place / "0000-000002").mkdir(exist_ok=True)
         (place / "0000-000002" / file).write_text("not committed")
 
     beside = [".env", "value-0.of-gold.txt"]
-    for file in (f".writing-{'0a' * 8}", ".committing-12.json", ".upload-0-checkpoint-1-0", "value-0.json", *beside):
+    for file in (f".writing-{'0a' * 8}", ".committing-12.json", ".upload-rank-0-value", "value-0.json", *beside):
         Path(work.own.path("result", file)).write_text("not the value")
 
     later = storage_of(work.own, 1)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import pytest
 
 from rankzero import Launcher
 from rankzero.submit import pack
@@ -51,12 +50,6 @@ def test_what_is_loaded_can_be_written_to_and_the_file_stays(tmp_path: Path) -> 
     assert opened(path)[0] == 0
 
 
-def test_many_small_values_need_no_buffers(tmp_path: Path) -> None:
-    value = {"a": [1, "x", None, b"y"] * 1000}
-    assert sealed(value, tmp_path / "file") == []
-    assert opened(tmp_path / "file") == value
-
-
 def test_a_tensor_that_gets_other_numbers_meanwhile_is_written_as_it_was(tmp_path: Path) -> None:
     import torch
 
@@ -68,23 +61,12 @@ def test_a_tensor_that_gets_other_numbers_meanwhile_is_written_as_it_was(tmp_pat
     assert float(loaded.min()) == 7.0
 
 
-def test_a_loaded_tensor_cannot_be_resized_and_its_clone_can(tmp_path: Path) -> None:
-    import torch
-
-    path = tmp_path / "file"
-    path.write_bytes(b"".join(pack.build(len, ([torch.ones(LARGE)],), {}).data))
-    (loaded,) = opened(path)["args"][0]
-    assert loaded.clone().resize_(2 * LARGE).numel() == 2 * LARGE
-    with pytest.raises(RuntimeError, match="not resizable"):
-        loaded.resize_(2 * LARGE)
-
-
 def test_the_numbers_of_a_module_lie_beside_the_pickle(tmp_path: Path) -> None:
     import torch
 
     model, path = torch.nn.Linear(1024, 1024), tmp_path / "file"
     parts = pack.build(len, ([model],), {}).data
-    assert len(parts[1]) < LARGE // 8
+    assert len(parts[2]) < LARGE // 8
     path.write_bytes(b"".join(parts))
     (loaded,) = opened(path)["args"][0]
     loaded.weight.data += 1
@@ -106,7 +88,7 @@ def test_memory_of_a_tensor_that_pickling_made_lives_as_long_as_its_parts() -> N
     parts = pack.build(len, ([Lazy()],), {}).data
     gc.collect()
     torch.full((LARGE,), 1.0)
-    assert numpy.frombuffer(parts[3], dtype=numpy.float32).min() == 7.0
+    assert numpy.frombuffer(parts[4], dtype=numpy.float32).min() == 7.0
 
 
 def test_an_array_as_argument_is_every_ranks_own(launcher: Launcher) -> None:

@@ -2,6 +2,7 @@
 
 from rankzero.bounds import MEET_TIMEOUT
 from rankzero.channel.messages import Stack
+from rankzero.driver import policy
 from rankzero.driver.hangs import HangWatch
 
 BOUND = 10.0
@@ -30,7 +31,7 @@ def test_a_rank_without_heartbeats_hangs_from_the_start_on() -> None:
 def test_a_rank_that_does_not_reply_has_a_text_in_place_of_its_stack() -> None:
     watch = watched()
     watch.stacks[1] = Stack("there")
-    assert watch.texts == {0: "no answer: its agent or the network hangs", 1: "there"}
+    assert watch.texts == {0: policy.NO_REPLY, 1: "there"}
 
 
 def test_progress_of_one_rank_is_progress_and_a_beat_without_it_is_none() -> None:

@@ -23,27 +23,15 @@ def test_processes_per_task_must_divide() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"use_gpu": "no"}, "use_gpu is 'no'"),
-        ({"use_gpu": 1}, "use_gpu is 1"),
-        ({"backend": "mpi"}, "backend is 'mpi'"),
         ({"backend": "nccl"}, "needs use_gpu=True"),
-        ({"timeout": 0}, "timeout is 0"),
         ({"timeout": math.inf}, "timeout is inf"),
         ({"start_timeout": None}, "start_timeout is None"),
-        ({"env": "A=1"}, "env is 'A=1'"),
-        ({"run_id": "a/b"}, "run_id 'a/b'"),
-        ({"run_id": ""}, "run_id ''"),
-        ({"store": 3}, "store is 3"),
+        ({"run_id": "a/b"}, "run_id is 'a/b'"),
+        ({"run_id": ""}, "run_id is ''"),
         ({"max_restarts": -1}, "max_restarts is -1"),
-        ({"max_restarts": 1.5}, "max_restarts is 1.5"),
-        ({"max_preemptions": "2"}, "max_preemptions is '2'"),
-        ({"hang_timeout": 0}, "hang_timeout is 0"),
-        ({"orphan_timeout": -1}, "orphan_timeout is -1"),
-        ({"stop_grace": None}, "stop_grace is None"),
         ({"ports": (4000,)}, r"ports is \(4000,\)"),
         ({"ports": (4000, 3000)}, r"ports is \(4000, 3000\)"),
         ({"ports": (0, 3000)}, r"ports is \(0, 3000\)"),
-        ({"checkpoints": 3}, "checkpoints is 3; give a CheckpointConfig"),
         ({"dataset": object()}, "dataset 'train' is .*give a Spark DataFrame"),
     ],
 )
@@ -60,11 +48,6 @@ def test_options_makes_a_checked_copy() -> None:
         launcher.options(num_processes=0)
     with pytest.raises(InvalidJobError, match="no option 'num_process' .did you mean 'num_processes'"):
         launcher.options(num_process=4)
-
-
-def test_a_value_error_is_what_callers_may_catch() -> None:
-    with pytest.raises(ValueError):
-        Launcher(0)
 
 
 def test_a_job_survives_json() -> None:

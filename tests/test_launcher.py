@@ -28,7 +28,6 @@ from rankzero import (
     ResultRef,
     RunCancelledError,
     RunHandle,
-    RunNotFoundError,
     RunTimeoutError,
     StartTimeoutError,
     WorkerFailedError,
@@ -233,11 +232,6 @@ def test_a_script_runs_with_arguments_and_sets_its_result(launcher: Launcher, tm
     assert launcher.run(script, "--lr", 0.5) == [["--lr", "0.5"], 10, 2, 4]
 
 
-def test_a_script_without_a_result_returns_none(launcher: Launcher, tmp_path: Path) -> None:
-    (tmp_path / "quiet.py").write_text("print('done')\n")
-    assert launcher.options(num_processes=1).run(str(tmp_path / "quiet.py")) is None
-
-
 def test_a_module_reference_runs(launcher: Launcher) -> None:
     assert launcher.options(num_processes=1).run("json:dumps", [1, 2]) == "[1, 2]"
 
@@ -386,23 +380,11 @@ def test_exit_handlers_run_with_idle_executor_threads(launcher: Launcher, tmp_pa
     assert Path(witness).read_text() == "flushed"
 
 
-def test_a_function_may_read_its_command_line(launcher: Launcher) -> None:
-    def train() -> list[str]:
-        return list(sys.argv)
-
-    assert launcher.options(num_processes=1).run(train) == ["train"]
-
-
 def test_a_reference_that_is_gone_is_refused_before_anything_starts(launcher: Launcher, tmp_path: Path) -> None:
     ref = ResultRef.save([1], tmp_path)
     Path(ref.uri).unlink()
     with pytest.raises(InvalidJobError, match="does not exist"):
         launcher.run(lambda value: value, ref)
-
-
-def test_attach_needs_a_run(tmp_path: Path) -> None:
-    with pytest.raises(RunNotFoundError, match="no run lives in"):
-        RunHandle.attach(tmp_path)
 
 
 def test_a_teardown_that_crashes_or_hangs_loses_nothing(launcher: Launcher) -> None:

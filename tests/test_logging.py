@@ -1,18 +1,13 @@
-"""Ordinary logging decides which lines of ranks are printed, and the caller's level holds in the ranks."""
+"""Ordinary logging decides which lines of ranks are printed."""
 
 from __future__ import annotations
 
 import logging
 import logging.config
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 
 import pytest
-from tests.conftest import of_ranks
 
-from rankzero import InvalidJobError, Launcher, WorkerFailedError
 from rankzero.run.printing import print_line
 
 LINES = ["[0] loss 0.3", "[1] WARNING:root:the learning rate is high", "[1] ERROR: no such file"]
@@ -51,11 +46,6 @@ def test_a_level_silences_lines(
     assert printed(capsys) == LINES[len(LINES) - count :]
 
 
-def test_a_filter_silences_lines(ranks: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    ranks.addFilter(lambda record: record.getMessage().startswith("[0]"))
-    assert printed(capsys) == LINES[:1]
-
-
 def test_a_handler_gets_lines_with_level_and_run(
     ranks: logging.Logger, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -64,82 +54,3 @@ def test_a_handler_gets_lines_with_level_and_run(
     levels = [logging.INFO, logging.WARNING, logging.ERROR]
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == list(zip(levels, LINES, strict=True))
     assert {vars(record)["run_id"] for record in caplog.records} == {"nightly"}
-
-
-def test_a_formatter_and_a_level_of_the_printer_count(
-    ranks: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # pytest adds handlers to loggers that do not propagate.
-    ranks.handlers[:] = [printer] = ranks.handlers[:1]
-    monkeypatch.setattr(printer, "formatter", logging.Formatter("%(run_id)s %(message)s"))
-    assert printed(capsys) == [f"nightly {line}" for line in LINES]
-    monkeypatch.setattr(printer, "level", logging.ERROR)
-    assert printed(capsys) == [f"nightly {LINES[-1]}"]
-
-
-def test_lines_that_propagate_reach_the_root_logger(
-    ranks: logging.Logger, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    ranks.handlers[:] = ranks.handlers[:1]
-    ranks.propagate = True
-    assert printed(capsys) == LINES
-    assert caplog.messages == LINES
-
-
-def test_handlers_from_before_the_import_stay() -> None:
-    script = """
-        import logging, sys
-        logging.getLogger("rankzero.ranks").addHandler(logging.StreamHandler(sys.stderr))
-        logging.basicConfig(level="INFO", stream=sys.stderr, format="root: %(message)s")
-        from rankzero.run.printing import print_line
-        print_line("[0] begins")
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("", "[0] begins\nroot: [0] begins\n")
-
-
-@pytest.mark.parametrize("level", [15, 5])
-def test_a_level_of_the_caller_may_have_any_number_and_name(
-    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, level: int
-) -> None:
-    monkeypatch.setitem(logging._levelToName, 5, "TRACE")
-    monkeypatch.setitem(logging._nameToLevel, "TRACE", 5)
-    monkeypatch.setattr(logging.getLogger(), "level", level)
-
-    def train() -> int:
-        return logging.getLogger().level
-
-    one = launcher.options(num_processes=1)
-    assert one.run(train) == level
-    assert one.options(env={"RANKZERO_LOG_LEVEL": "trace"}).run(train) == 5
-    with pytest.raises(InvalidJobError, match="env: RANKZERO_LOG_LEVEL='LOUD' names no level"):
-        one.options(env={"RANKZERO_LOG_LEVEL": "LOUD"}).run(train)
-    monkeypatch.setenv("RANKZERO_LOG_LEVEL", "LOUD")
-    monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)
-    with pytest.raises(WorkerFailedError, match="RANKZERO_LOG_LEVEL='LOUD' names no level"):
-        one.run(train)
-
-
-def test_the_callers_level_holds_in_ranks(
-    launcher: Launcher, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def train(configures: bool) -> None:
-        if configures:
-            logging.basicConfig(format="mine: %(message)s")
-        logging.getLogger("model").debug("detail")
-        logging.getLogger("model").info("begins")
-
-    def printed() -> list[str]:
-        return of_ranks(capsys.readouterr().out.splitlines())
-
-    launcher = launcher.options(num_processes=1)
-    monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)
-    launcher.run(train, False)
-    assert printed() == []
-    monkeypatch.setattr(logging.getLogger(), "level", logging.INFO)
-    launcher.run(train, False)
-    assert printed() == ["[0] INFO:model:begins"]
-    launcher.run(train, True)
-    assert printed() == ["[0] mine: begins"]
-    launcher.options(env={"RANKZERO_LOG_LEVEL": "DEBUG"}).run(train, True)
-    assert printed() == ["[0] mine: detail", "[0] mine: begins"]

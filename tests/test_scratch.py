@@ -55,15 +55,14 @@ def test_what_a_killed_driver_left_goes_with_the_next_one(tmp_path: Path, monkey
 
 def test_the_directory_of_another_host_stays(tmp_path: Path) -> None:
     """On some file servers the lock of a living process does not hold here."""
-    own = Path(make_scratch(str(tmp_path), "rankzero-agent-"))
-    kernel, host, rest = own.name[15:21], own.name[21:27], own.name[27:]
-    before_a_reboot = tmp_path / f"rankzero-agent-{'0' * 6}{host}{rest}"
-    in_a_container = tmp_path / f"rankzero-agent-{kernel}{'0' * 6}{rest}"
-    elsewhere = tmp_path / f"rankzero-agent-{'0' * 12}{rest}"
+    own = Path(make_scratch(str(tmp_path)))
+    host = own.name.removeprefix("rankzero-agent-")[:8]
+    left = tmp_path / f"rankzero-agent-{host}-12345678"
+    elsewhere = tmp_path / f"rankzero-agent-{host[::-1]}x-12345678"
     of_a_user = tmp_path / "rankzero-agent-notes"
-    for path in (before_a_reboot, in_a_container, elsewhere, of_a_user):
+    for path in (left, elsewhere, of_a_user):
         path.mkdir()
     for path in tmp_path.iterdir():
         grow_old(path)
-    remove_abandoned(str(tmp_path), "rankzero-agent-")
+    remove_abandoned(str(tmp_path))
     assert sorted(tmp_path.iterdir()) == sorted([elsewhere, of_a_user])

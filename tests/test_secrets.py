@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import time
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
-from rankzero import Launcher, RankZeroError, RunHandle, WorkerFailedError
+from rankzero import Launcher, RunHandle, WorkerFailedError
 from rankzero.submit import drivers
 
 # Not in this source, which is shipped with the run.
@@ -47,10 +46,6 @@ def is_there() -> bool:
     return os.environ["TOKEN"].startswith("hunter2")
 
 
-def fail() -> None:
-    raise ValueError("wrong")
-
-
 def wait_for_ever() -> None:
     print("waits")
     time.sleep(600)
@@ -76,26 +71,16 @@ def test_a_run_that_succeeded(secretive: Launcher, tmp_path: Path, start: Callab
     assert files_with_the_secret(secretive.store) == []
 
 
-@pytest.mark.parametrize("secretive", PLACES, indirect=True)
-def test_a_run_that_failed(secretive: Launcher, tmp_path: Path) -> None:
-    with pytest.raises(RankZeroError, match="wrong"):
-        secretive.submit(fail).result(WAIT)
-    assert files_with_the_secret(secretive.store) == []
-
-
-def test_a_run_that_was_cancelled(secretive: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_run_that_was_cancelled_or_whose_driver_was_killed(secretive: Launcher, is_killed: bool) -> None:
     handle = running(secretive)
     assert files_with_the_secret(secretive.store) == []
-    handle.cancel()
-    assert handle.wait(WAIT)
-    assert files_with_the_secret(secretive.store) == []
-
-
-def test_a_driver_that_was_killed(secretive: Launcher, tmp_path: Path) -> None:
-    handle = running(secretive)
     driver = handle.status().driver_pid
     assert driver
-    os.kill(driver, signal.SIGKILL)
+    if is_killed:
+        os.kill(driver, signal.SIGKILL)
+    else:
+        handle.cancel()
     assert handle.wait(WAIT)
     assert files_with_the_secret(secretive.store) == []
 
@@ -122,27 +107,14 @@ def test_an_environment_larger_than_a_pipe(launcher: Launcher) -> None:
     assert launcher.options(num_processes=1, env=env).submit(lambda: len(os.environ["LARGE"])).result(WAIT) == 100_000
 
 
-def test_a_hidden_file_beside_a_module_is_not_shipped(launcher: Launcher, tmp_path: Path) -> None:
-    package = tmp_path / "acme"
-    package.mkdir()
-    for name, text in {"__init__.py": "RATE = 0.5\n", "table.txt": "42", ".env": f"KEY={SECRET}"}.items():
-        (package / name).write_text(text)
-    script = tmp_path / "train_it.py"
-    script.write_text("import acme\nimport rankzero.train as rt\nrt.set_result(acme.RATE)\n")
-    handle = launcher.options(num_processes=1).submit(script)
-    assert handle.result(WAIT) == 0.5
-    with zipfile.ZipFile(handle.own.path("modules.zip")) as shipped:
-        assert shipped.namelist() == ["acme/__init__.py", "acme/table.txt"]
-    assert files_with_the_secret(launcher.store) == []
-
-
 def tell_it() -> str:
     value = os.environ["API_TOKEN"]
     print(f"the token is {value}")
     raise ValueError(f"{value} is refused")
 
 
-def test_what_ranks_write_of_it_is_masked(secretive: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize("secretive", PLACES, indirect=True)
+def test_what_ranks_write_of_a_run_that_failed_is_masked(secretive: Launcher, tmp_path: Path) -> None:
     with pytest.raises(WorkerFailedError, match=r"ValueError: \*\*\* is refused") as caught:
         secretive.options(run_id="told", env={**(secretive.env or {}), "API_TOKEN": SECRET}).run(tell_it)
     assert caught.value.log_tail

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import types
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -162,7 +161,7 @@ class TwoWords(Exception):
 
 
 def test_what_cannot_be_read_back_is_refused_when_it_is_written(tmp_path: Path) -> None:
-    with pytest.raises(ResultError, match="cannot be read back: TypeError.*Return its state"):
+    with pytest.raises(ResultError, match="cannot be read back: TypeError"):
         ResultRef.save({"error": TwoWords("a", "b")}, tmp_path)
     assert not [path for path in tmp_path.iterdir() if path.is_file()]
 
@@ -210,46 +209,24 @@ print(json.dumps(ResultRef.save(value, sys.argv[1]).to_json()))
 
 def test_a_module_that_is_missing_here_is_named(tmp_path: Path) -> None:
     ref = write_elsewhere("import only_there\nvalue = only_there.Thing()", tmp_path)
-    with pytest.raises(ResultError, match=r"No module named 'only_there'\. Load it where the module can be imported"):
+    with pytest.raises(ResultError, match=r"No module named 'only_there'\. .* can be imported"):
         ref.load()
 
 
-def test_a_class_that_was_renamed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ref = write_elsewhere("import only_there\nvalue = only_there.Thing()", tmp_path)
-    monkeypatch.setitem(sys.modules, "only_there", types.ModuleType("only_there"))
-    with pytest.raises(ResultError, match="Can't get attribute 'Thing'.* renamed, moved or removed"):
-        ref.load()
-
-
-def test_classes_by_value_are_of_the_version_that_was_written(tmp_path: Path) -> None:
-    program = """
-import cloudpickle, types
-module = sys.modules["notebook"] = types.ModuleType("notebook")
-exec("class Thing:\\n    def version(self): return {version}", module.__dict__)
-cloudpickle.register_pickle_by_value(module)
-value = [module.Thing(), module.Thing()]
-"""
-    refs = [write_elsewhere(program.format(version=version), tmp_path) for version in (1, 2)]
-    for version, ref in enumerate(refs, 1):
-        first, second = ref.load()
-        assert (first.version(), type(first) is type(second)) == (version, True)
-        assert ResultRef.save([first, second], tmp_path).digest == ref.digest
-
-
-def test_a_directory_is_archived_without_what_cannot_be_followed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_is_archived_with_what_its_links_point_to(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-3"
     (folder / "inner").mkdir(parents=True)
     (folder / "model").write_text("weights")
-    for name, target in (("gone", "missing"), ("inner/loop", ".."), ("self", "self"), ("linked", "model")):
-        (folder / name).symlink_to(target)
+    (folder / "linked").symlink_to("model")
     os.mkfifo(folder / "pipe")
     (tmp_path / "latest").symlink_to(folder.name)
-    _, digest = formats.write_directory(str(tmp_path / "latest"), str(tmp_path / "tar"))
-    formats.read_directory(str(tmp_path / "tar"), digest, str(tmp_path / "again"))
+    with (tmp_path / "tar").open("wb") as archive:
+        formats.write_directory(str(tmp_path / "latest"), archive)
+    formats.read_directory(archive.name, digest.digest_of_file(archive.name), str(tmp_path / "again"))
     assert sorted(path.name for path in (tmp_path / "again").rglob("*")) == ["inner", "linked", "model"]
-    assert capsys.readouterr().out.count("leaves out") == 4
+    (folder / "gone").symlink_to("missing")
+    with (tmp_path / "tar").open("wb") as archive, pytest.raises(FileNotFoundError, match="gone"):
+        formats.write_directory(str(folder), archive)
 
 
 def test_a_parallel_model_arrives_as_the_model_inside(launcher: Launcher) -> None:
@@ -302,7 +279,7 @@ def nested(depth: int) -> Any:
 
 def test_deep_containers_come_back_or_say_what_to_do(tmp_path: Path) -> None:
     assert back(nested(300), tmp_path) == nested(300)
-    with pytest.raises(ResultError, match="nested too deeply"):
+    with pytest.raises(ResultError, match="cannot be pickled: .*deep recursion"):
         ResultRef.save(nested(100_000), tmp_path)
     with pytest.raises(InvalidJobError, match="cannot be pickled"):
         pack.build(len, (nested(100_000),), {})

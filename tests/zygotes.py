@@ -97,16 +97,16 @@ def template() -> None:
     """Imports all that a zygote imports ahead or later, and forks zygotes until standard input ends."""
     import signal
 
-    from rankzero.host import forked, processes
+    from rankzero.host import forks, processes
     from rankzero.task import zygote
 
     channel = socket.socket(fileno=os.dup(0))
     processes.become_subreaper()
     zygote.load([*zygote.PRELOADED, *os.environ.get(zygote.PRELOAD, "").split(",")])
-    for _ in (*zygote.import_rest(), *zygote.gather_memory()):
-        pass
+    zygote.load_rest()
+    zygote.gather_memory()
     del os.environ["ROOM"]
-    set_environment = forked._set_environment
+    set_environment = forks._set_environment
     for name, value in os.environ.items():
         # The C library then keeps it elsewhere.
         os.environ[name] = value
@@ -118,7 +118,7 @@ def template() -> None:
         text = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
         ctypes.memmove(start, text[: end - start - 1].ljust(end - start, b"\0"), end - start)
 
-    forked._set_environment = show  # type: ignore[assignment]
+    forks._set_environment = show  # type: ignore[assignment]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while descriptors := socket.recv_fds(channel, 1, 1)[1]:
         with socket.socket(fileno=descriptors[0]) as connection:

@@ -14,57 +14,29 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankzero.compat.torch_distributor import TorchDistributor
-    from rankzero.data.table import Table
-    from rankzero.decorator import distributed
-    from rankzero.engines.connect.engine import SparkConnectEngine
-    from rankzero.engines.local import LocalEngine
-    from rankzero.engines.spark.engine import SparkEngine
-    from rankzero.engines.spark.submit import SparkSubmitEngine
-    from rankzero.errors import (
-        EngineError,
-        HangError,
-        InsufficientSlotsError,
-        InvalidJobError,
-        RankZeroError,
-        ResultError,
-        RetryableError,
-        RunCancelledError,
-        RunNotFoundError,
-        RunTimeoutError,
-        StartTimeoutError,
-        WorkerFailedError,
-    )
-    from rankzero.job import CheckpointConfig
-    from rankzero.launcher import Launcher
-    from rankzero.run.handle import RunHandle
-    from rankzero.values.ref import ResultRef
-
-__all__ = [
-    "CheckpointConfig",
-    "EngineError",
-    "HangError",
-    "InsufficientSlotsError",
-    "InvalidJobError",
-    "Launcher",
-    "LocalEngine",
-    "RankZeroError",
-    "ResultError",
-    "ResultRef",
-    "RetryableError",
-    "RunCancelledError",
-    "RunHandle",
-    "RunNotFoundError",
-    "RunTimeoutError",
-    "SparkConnectEngine",
-    "SparkEngine",
-    "SparkSubmitEngine",
-    "StartTimeoutError",
-    "Table",
-    "TorchDistributor",
-    "WorkerFailedError",
-    "distributed",
-]
+    from rankzero.compat.torch_distributor import TorchDistributor as TorchDistributor
+    from rankzero.data.table import Table as Table
+    from rankzero.decorator import distributed as distributed
+    from rankzero.engines.connect.engine import SparkConnectEngine as SparkConnectEngine
+    from rankzero.engines.local import LocalEngine as LocalEngine
+    from rankzero.engines.spark.engine import SparkEngine as SparkEngine
+    from rankzero.engines.spark.submit import SparkSubmitEngine as SparkSubmitEngine
+    from rankzero.errors import EngineError as EngineError
+    from rankzero.errors import HangError as HangError
+    from rankzero.errors import InsufficientSlotsError as InsufficientSlotsError
+    from rankzero.errors import InvalidJobError as InvalidJobError
+    from rankzero.errors import RankZeroError as RankZeroError
+    from rankzero.errors import ResultError as ResultError
+    from rankzero.errors import RetryableError as RetryableError
+    from rankzero.errors import RunCancelledError as RunCancelledError
+    from rankzero.errors import RunNotFoundError as RunNotFoundError
+    from rankzero.errors import RunTimeoutError as RunTimeoutError
+    from rankzero.errors import StartTimeoutError as StartTimeoutError
+    from rankzero.errors import WorkerFailedError as WorkerFailedError
+    from rankzero.job import CheckpointConfig as CheckpointConfig
+    from rankzero.launcher import Launcher as Launcher
+    from rankzero.run.handle import RunHandle as RunHandle
+    from rankzero.values.ref import ResultRef as ResultRef
 
 
 def lazy_names(package: str, names: str, root: str | None = None) -> Callable[[str], Any]:
@@ -92,15 +64,18 @@ def lazy_names(package: str, names: str, root: str | None = None) -> Callable[[s
     return load
 
 
-lazy_names(
-    __name__,
+_NAMES = (
     "compat.torch_distributor.TorchDistributor data.table.Table decorator.distributed "
     "engines.connect.engine.SparkConnectEngine engines.local.LocalEngine engines.spark.engine.SparkEngine "
     "engines.spark.submit.SparkSubmitEngine errors.EngineError errors.HangError errors.InsufficientSlotsError "
     "errors.InvalidJobError errors.RankZeroError errors.ResultError errors.RetryableError errors.RunCancelledError "
     "errors.RunNotFoundError errors.RunTimeoutError errors.StartTimeoutError errors.WorkerFailedError "
-    "launcher.Launcher job.CheckpointConfig run.handle.RunHandle values.ref.ResultRef",
+    "launcher.Launcher job.CheckpointConfig run.handle.RunHandle values.ref.ResultRef"
 )
+
+lazy_names(__name__, _NAMES)
+
+__all__ = sorted(path.rpartition(".")[2] for path in _NAMES.split())
 
 
 def __dir__() -> list[str]:

@@ -9,7 +9,6 @@ import importlib.util
 import re
 import socket
 import sys
-from typing import NamedTuple
 
 from rankzero.errors import InvalidJobError
 
@@ -24,10 +23,6 @@ TABLE: tuple[tuple[str, str], ...] = (
         "It is not installed for {python} on {host}, and no user module that travelled: those do that code imports by "
         "their names. Write `import {0}` in the training's own module, or install it there",
     ),
-    (
-        "attempted relative import with no known parent package",
-        'a script has no package: name the module, as "-m package.module" or "package.module:function"',
-    ),
     (r"No module named 'pyarrow'|PyArrow .*must be installed", "Spark's executors have no pyarrow: install it there"),
     (
         "PYTHON_VERSION_MISMATCH",
@@ -38,13 +33,7 @@ TABLE: tuple[tuple[str, str], ...] = (
         r'Cannot run program "([^"]+)"',
         "the executors have no Python at {0!r}: set spark.pyspark.python to one they have",
     ),
-    # -- torch
-    (
-        "Default process group has not been initialized",
-        "call torch.distributed.init_process_group() first, or a function of rankzero.train that does, such as "
-        "prepare_model or barrier",
-    ),
-    # -- what a container may lack: shared memory, disk, a name and a home for its user id
+    # -- what a container may lack
     (
         r"unable to allocate shared memory|unable to open shared memory object",
         "/dev/shm of the host is full: give its container more (docker run --shm-size=8g; on Kubernetes an emptyDir "
@@ -54,27 +43,6 @@ TABLE: tuple[tuple[str, str], ...] = (
         "No space left on device|Disk quota exceeded",
         "there is no room on a local disk of the host (TMPDIR, spark.local.dir) or in the store: free some, or name "
         "another one",
-    ),
-    (
-        r"getpwuid\(\): uid not found|No username set in the environment",
-        'the user id of the process has no name: give the ranks env={{"USER": "trainer", "LOGNAME": "trainer"}}, or '
-        "the image an entry in /etc/passwd",
-    ),
-    (
-        "basedir must be absolute",
-        "Java knows no home directory for this user id: set spark.jars.ivy to the absolute path of a folder that it "
-        "may write, or add an entry to /etc/passwd",
-    ),
-    (
-        "daemonic processes are not allowed to have children",
-        "a process of multiprocessing.Pool, or with daemon=True, may start no processes: use "
-        "concurrent.futures.ProcessPoolExecutor there, or a data loader with num_workers=0",
-    ),
-    # -- Airflow's metadata database, which no rank can reach
-    (
-        r"Could not parse SQLAlchemy URL|SUPERVISOR_COMMS",
-        "variables and connections of Airflow can be read in the process of the task alone: pass the value as an "
-        "argument, such as {{{{ var.value.x }}}}",
     ),
     # -- signals
     ("^killed by SIGKILL", "often the kernel's out-of-memory killer"),
@@ -92,32 +60,20 @@ TABLE: tuple[tuple[str, str], ...] = (
 """
 
 
-class Known(NamedTuple):
-    """A text of the table that an error contains.
-
-    Attributes:
-        line: The line of the text that is known.
-        advice: What to do, as a sentence without its full stop.
-    """
-
-    line: str
-    advice: str
-
-
-def known(text: str) -> Known | None:
-    """Returns the advice about a text of other software; None if there is none."""
+def known(text: str) -> tuple[str, str] | None:
+    """Returns the line that is known of a text of other software, and what to do; None if there is none."""
     for pattern, advice in TABLE:
         if found := re.search(pattern, text):
             start = text.rfind("\n", 0, found.start()) + 1
             line = text[start:].partition("\n")[0].strip()
-            return Known(line, advice.format(*found.groups(), python=sys.executable, host=socket.gethostname()))
+            return line, advice.format(*found.groups(), python=sys.executable, host=socket.gethostname())
     return None
 
 
 def advised(message: str, text: str = "") -> str:
     """Returns a message, followed by the advice about it, or about another text, if there is one."""
     found = known(text or message)
-    return f"{message.rstrip('. ')}. {found.advice[0].upper()}{found.advice[1:]}" if found else message
+    return f"{message.rstrip('. ')}. {found[1][0].upper()}{found[1][1:]}" if found else message
 
 
 def require(need: str, requirement: str, *modules: str) -> None:

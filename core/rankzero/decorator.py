@@ -31,12 +31,7 @@ class DistributedFunction(Generic[P, R]):
     """
 
     def __init__(self, function: Callable[P, R], launcher: Launcher) -> None:
-        """Makes a decorated function.
-
-        Args:
-            function: The plain function.
-            launcher: Runs the function.
-        """
+        """Makes a decorated function from the plain one and the launcher that runs it."""
         if not callable(function):
             raise InvalidJobError(f"@distributed(...) decorates a function, not {function!r}")
         functools.update_wrapper(cast("Callable[..., Any]", self), function)
@@ -75,7 +70,7 @@ class DistributedFunction(Generic[P, R]):
 
     def in_ranks(self) -> tuple[Any, ...]:
         """Returns how `rankzero.submit` pickles the function for ranks: without the launcher, which stays here."""
-        return _in_rank, (type(self), self.launch_function)
+        return type(self), (self.launch_function, Launcher(1))
 
     def __repr__(self) -> str:
         return f"<distributed {self.launch_function!r} by {self.launcher!r}>"
@@ -85,10 +80,6 @@ class DistributedFunction(Generic[P, R]):
         name: str = self.__qualname__  # type: ignore[attr-defined]
         is_importable = self.__module__ != "__main__" and "<locals>" not in name
         return name if is_importable else (type(self), (self.launch_function, self.launcher))
-
-
-def _in_rank(kind: type[DistributedFunction[P, R]], function: Callable[P, R]) -> DistributedFunction[P, R]:
-    return kind(function, Launcher(1))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The public exceptions. Each message names the wrong value and the next thing to do.
 
 An error that ends a run is written into the run directory as JSON and rebuilt by each process
-that attaches. So each class lists its facts in ``_fields``; exception objects are never sent between processes.
+that attaches; exception objects are never sent between processes. The facts of a class are its annotated attributes
+that have no value in the class.
 """
 
 from __future__ import annotations
@@ -10,7 +11,18 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, ClassVar, Self
 
-from rankzero.texts import encodable
+
+def encodable(text: str) -> str:
+    r"""Returns the text with lone surrogates and NUL characters written out as escapes, for every log and database.
+
+    `os.listdir` returns lone surrogates for file names that are not UTF-8. A log in UTF-8 or JSON cannot store them,
+    and a PostgreSQL column cannot store a NUL.
+
+    Example:
+        >>> encodable("caf\udce9.csv")
+        'caf\\udce9.csv'
+    """
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
 
 class RankZeroError(Exception):
@@ -24,6 +36,9 @@ class RankZeroError(Exception):
     directory: str | None = None
     code: str = "RZ-0000"
     _fields: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        cls._fields = (*cls._fields, *(name for name in cls.__annotations__ if name not in vars(cls)))
 
     def __init__(self, message: str = "", *, code: str = "", **facts: Any) -> None:
         self.code = code or type(self).code
@@ -79,10 +94,7 @@ def _encodable(fact: Any) -> Any:
 
 
 class InvalidJobError(RankZeroError, ValueError):
-    """Raised before anything starts if the job cannot be run as described.
-
-    Its messages, their causes and what to do: docs/errors.md#invalidjoberror
-    """
+    """Raised before anything starts if the job cannot be run as described."""
 
     code = "RZ-1000"
 
@@ -90,45 +102,32 @@ class InvalidJobError(RankZeroError, ValueError):
 class EngineError(RankZeroError, RuntimeError):
     """Raised if the engine (local processes or Spark) cannot start or keep the agents.
 
-    Its messages, their causes and what to do: docs/errors.md#engineerror
-
     Attributes:
         cause: ``"lost"`` (a host, executor, agent or its connection was lost), ``"preempted"`` (the
             cluster took the slot back), or None: the engine rejected the job, and would do so again.
     """
 
     code = "RZ-2000"
-    _fields: ClassVar[tuple[str, ...]] = ("cause",)
     cause: str | None
 
 
 class InsufficientSlotsError(EngineError):
-    """Raised if the cluster has fewer task slots (or GPUs) than the job needs.
-
-    Its messages, their causes and what to do: docs/errors.md#insufficientslotserror
-    """
+    """Raised if the cluster has fewer task slots (or GPUs) than the job needs."""
 
     code = "RZ-2100"
-    _fields = ("cause", "needed", "available")
     needed: int | None
     available: int | None
 
 
 class StartTimeoutError(EngineError, TimeoutError):
-    """Raised if some rank did not start within ``start_timeout`` seconds.
-
-    Its messages, their causes and what to do: docs/errors.md#starttimeouterror
-    """
+    """Raised if some rank did not start within ``start_timeout`` seconds."""
 
     code = "RZ-2200"
-    _fields = ("cause", "missing")
     missing: list[str] | None
 
 
 class WorkerFailedError(RankZeroError, RuntimeError):
     """Raised if a rank failed. The fields describe the failure that came first.
-
-    Its messages, their causes and what to do: docs/errors.md#workerfailederror
 
     Attributes:
         rank: Global rank of the first cause.
@@ -145,17 +144,6 @@ class WorkerFailedError(RankZeroError, RuntimeError):
     """
 
     code = "RZ-3000"
-    _fields = (
-        "rank",
-        "host",
-        "exception_type",
-        "traceback",
-        "exit_code",
-        "signal",
-        "log_tail",
-        "others",
-        "cause",
-    )
     rank: int | None
     host: str | None
     exception_type: str | None
@@ -171,8 +159,6 @@ class RetryableError(RankZeroError):
     """Raised by a training function to request a restart from the last checkpoint, within ``max_restarts``.
 
     Every other exception of the user's code, unless ``restart_on`` names it, ends the run without a restart.
-
-    Its messages, their causes and what to do: docs/errors.md#retryableerror
     """
 
     code = "RZ-3100"
@@ -181,24 +167,18 @@ class RetryableError(RankZeroError):
 class HangError(RankZeroError, TimeoutError):
     """Raised if no rank made progress for ``hang_timeout`` seconds.
 
-    Its messages, their causes and what to do: docs/errors.md#hangerror
-
     Attributes:
         stacks: By rank, the Python stack of its main thread, or the reason why there is none.
         missing: Ranks that had not joined the collective in which others waited; empty if none waited.
     """
 
     code = "RZ-4000"
-    _fields = ("stacks", "missing")
     stacks: dict[str, str] | None
     missing: list[int] | None
 
 
 class RunTimeoutError(RankZeroError, TimeoutError):
-    """Raised if the run took longer than ``timeout`` seconds and was ended.
-
-    Its messages, their causes and what to do: docs/errors.md#runtimeouterror
-    """
+    """Raised if the run took longer than ``timeout`` seconds and was ended."""
 
     code = "RZ-4100"
 
@@ -206,56 +186,33 @@ class RunTimeoutError(RankZeroError, TimeoutError):
 class RunCancelledError(RankZeroError):
     """Raised if the run was cancelled.
 
-    Its messages, their causes and what to do: docs/errors.md#runcancellederror
-
     Attributes:
         requested: True after a cancel request; else the driver was ended, or no process followed the run.
     """
 
     code = "RZ-5000"
-    _fields = ("requested",)
     requested: bool | None
 
 
 class ResultError(RankZeroError):
     """Raised if rank 0's value cannot be stored, found, verified or loaded.
 
-    Its messages, their causes and what to do: docs/errors.md#resulterror
-
     Attributes:
         is_damage: True if a file was found that is not the one that was recorded; else None.
     """
 
     code = "RZ-6000"
-    _fields = ("is_damage",)
     is_damage: bool | None
 
 
 class RunNotFoundError(RankZeroError, LookupError):
-    """Raised if a directory contains no run.
-
-    Its messages, their causes and what to do: docs/errors.md#runnotfounderror
-    """
+    """Raised if a directory contains no run."""
 
     code = "RZ-7000"
 
 
-_BY_NAME: dict[str, type[RankZeroError]] = {
-    cls.__name__: cls
-    for cls in (
-        RankZeroError,
-        InvalidJobError,
-        EngineError,
-        InsufficientSlotsError,
-        StartTimeoutError,
-        WorkerFailedError,
-        RetryableError,
-        HangError,
-        RunTimeoutError,
-        RunCancelledError,
-        ResultError,
-        RunNotFoundError,
-    )
+_BY_NAME = {
+    name: each for name, each in globals().items() if isinstance(each, type) and issubclass(each, RankZeroError)
 }
 
 

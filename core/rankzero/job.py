@@ -10,22 +10,17 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rankzero.bounds import EXIT_TIMEOUT, STOP_GRACE
-from rankzero.errors import InvalidJobError, RunNotFoundError
-
-if TYPE_CHECKING:
-    from rankzero.kinds import NumProcesses, WorldSize
+from rankzero.errors import RunNotFoundError
+from rankzero.kinds import MODE, POSITIVE, TEXT, WorldSize
 
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 """``major.minor`` of this interpreter."""
 
 FORMAT = 2
 """Version of the files of a run directory. A reader refuses another one."""
-
-MODES = ("min", "max")
-"""Values of `CheckpointConfig.mode`."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +45,11 @@ class CheckpointConfig:
     mode: str = "min"
 
     def __post_init__(self) -> None:
-        if self.num_to_keep is not None and (type(self.num_to_keep) is not int or self.num_to_keep < 1):
-            raise InvalidJobError(f"num_to_keep is {self.num_to_keep!r}; it must be a positive integer or None")
-        if self.metric is not None and not isinstance(self.metric, str):
-            raise InvalidJobError(f"metric is {self.metric!r}; it must be the name of a reported metric")
-        if self.mode not in MODES:
-            raise InvalidJobError(f'mode is {self.mode!r}; choose "min" or "max"')
+        if self.num_to_keep is not None:
+            POSITIVE.check("num_to_keep", self.num_to_keep)
+        if self.metric is not None:
+            TEXT.check("metric", self.metric)
+        MODE.check("mode", self.mode)
 
 
 @dataclass(frozen=True)
@@ -161,7 +155,8 @@ class Job:
     @property
     def world(self) -> str:
         """The world size as text: ``4`` or ``2 to 8``."""
-        return describe_world(self.world_size)
+        size = self.world_size
+        return "{} to {}".format(*size) if isinstance(size, tuple) else str(size)
 
     def sized(self, num_tasks: int) -> Job:
         """Returns the job of an attempt with the given number of tasks."""
@@ -230,11 +225,6 @@ def new_run_id(name: str) -> str:
 def world_bounds(num_processes: WorldSize) -> tuple[int, int]:
     """Returns the smallest and the largest world size."""
     return (num_processes, num_processes) if isinstance(num_processes, int) else num_processes
-
-
-def describe_world(num_processes: NumProcesses) -> str:
-    """Returns a world size as text: ``4``, ``2 to 8`` or ``auto``."""
-    return "{} to {}".format(*num_processes) if isinstance(num_processes, tuple) else str(num_processes)
 
 
 def qualified_name(cls: type) -> str:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rankzero.errors import InvalidJobError
-from rankzero.texts import spelt
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,199}")
 
@@ -30,6 +29,10 @@ AUTO: Literal["auto"] = "auto"
 
 RestartOn = str | type[BaseException] | Callable[[BaseException], Any] | Sequence[str | type[BaseException]]
 """Exceptions of the user's code after which a run is restarted: texts, classes, or a function of the exception."""
+
+
+def _wrong(what: str) -> InvalidJobError:
+    return InvalidJobError(what, code="RZ-1001")
 
 
 def as_text(name: str, text: str) -> Any:
@@ -70,7 +73,7 @@ def valued(
     def check(name: str, value: Any) -> Any:
         value = _own_number(value) if plain in (int, float) else value
         if not is_valid(value):
-            raise InvalidJobError(f"{name} is {value!r}; {wanted}", code="RZ-1001")
+            raise _wrong(f"{name} is {value!r}; {wanted}")
         return value
 
     return Kind(check, form, plain, read)
@@ -83,7 +86,7 @@ def _reader(wanted: str, *types: Callable[[str], Any]) -> Callable[[str, str], A
         for convert in types:
             with contextlib.suppress(ValueError):
                 return convert(text)
-        raise InvalidJobError(f"{name} is {text!r}; {wanted}", code="RZ-1001")
+        raise _wrong(f"{name} is {text!r}; {wanted}")
 
     return read
 
@@ -97,6 +100,13 @@ def duration(text: str) -> float:
     if not parts or "".join(map("".join, parts)) != text.strip():
         raise ValueError(text)
     return sum(float(count) * _UNITS[unit] for count, unit in parts)
+
+
+def spelt(value: Any) -> Any:
+    """Returns a number or flag as Spark spells it, and any other value unchanged."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, (int, float)) else value
 
 
 _read_count = _reader("it must be a whole number", int)
@@ -113,9 +123,7 @@ def _check_world(name: str, value: Any) -> NumProcesses:
         return AUTO if isinstance(value, str) and value == AUTO else POSITIVE.check(name, value)
     value = tuple(map(_own_number, value))
     if not _is_range(value):
-        raise InvalidJobError(
-            f"{name} is {value!r}; an elastic world has a smallest and a largest size, such as (2, 8)", code="RZ-1001"
-        )
+        raise _wrong(f"{name} is {value!r}; an elastic world has a smallest and a largest size, such as (2, 8)")
     return value[0], value[1]
 
 
@@ -125,36 +133,23 @@ def _is_range(value: Any) -> bool:
     return whole and len(value) == 2 and 0 < value[0] <= value[1]
 
 
-def _check_run_id(name: str, value: Any) -> str:
-    if not (isinstance(value, str) and _RUN_ID.fullmatch(value)):
-        raise InvalidJobError(
-            f"{name} {value!r} cannot name a directory: use letters, digits and . _ = + -, "
-            "200 characters at most, starting with a letter or digit",
-            code="RZ-1001",
-        )
-    return value
-
-
 def _check_paths(name: str, value: Any) -> Any:
     if isinstance(value, (str, bytes, os.PathLike)) or not isinstance(value, Sequence):
-        raise InvalidJobError(f"{name} is {value!r}; give a list", code="RZ-1001")
+        raise _wrong(f"{name} is {value!r}; give a list")
     for item in value:
-        if not isinstance(item, (str, os.PathLike)) or not str(item):
-            raise InvalidJobError(f"{name} has {item!r}; give texts", code="RZ-1001")
+        PATH.check(name, item)
     return value
 
 
 def _check_strings(name: str, value: Any) -> dict[str, str]:
     """Returns the mapping, with numbers and flags as Spark spells them, as JSON, YAML and templates make them."""
-    pairs = {} if value is None else value
-    if not hasattr(pairs, "keys"):
-        raise InvalidJobError(f"{name} is {value!r}; it must map strings to strings", code="RZ-1001")
-    pairs = {key: spelt(pairs[key]) for key in pairs}
+    if value is not None and not hasattr(value, "keys"):
+        raise _wrong(f"{name} is {value!r}; it must map strings to strings")
+    pairs = {key: spelt(value[key]) for key in value or ()}
     for key, item in pairs.items():
         if not isinstance(key, str) or not isinstance(item, str):
             # Not the value, which may be a password.
-            what = f"{name}[{key!r}] is a {type(item).__name__}; names and values must be strings"
-            raise InvalidJobError(what, code="RZ-1001")
+            raise _wrong(f"{name}[{key!r}] is a {type(item).__name__}; names and values must be strings")
     return pairs
 
 
@@ -165,10 +160,9 @@ def _check_restart_on(name: str, value: Any) -> Any:
     for item in items:
         is_class = isinstance(item, type) and issubclass(item, BaseException)
         if not (is_class or (isinstance(item, str) and item)):
-            raise InvalidJobError(
+            raise _wrong(
                 f"{name} has {item!r}; give texts of errors and classes of exceptions, or one function of the "
-                "exception that returns True for another attempt",
-                code="RZ-1001",
+                "exception that returns True for another attempt"
             )
     return items
 
@@ -199,6 +193,7 @@ BACKEND = valued(
     str,
     lambda name, text: None if text == "none" else text,
 )
+MODE = valued(("min", "max").__contains__, 'choose "min" or "max"')
 TEXT = valued(lambda value: isinstance(value, str), "it must be a string or None", "TEXT", str)
 LOCATION = valued(
     lambda value: isinstance(value, (str, os.PathLike)), "it must be a path or an fsspec URL", "STORE", str
@@ -211,8 +206,14 @@ PORTS = valued(
     list[int],
     _read_world,
 )
-RUN_ID = Kind(_check_run_id, "ID", str)
-PATH = Kind(lambda name, value: _check_paths(name, (value,))[0], "PATH", str)
+RUN_ID = valued(
+    lambda value: isinstance(value, str) and _RUN_ID.fullmatch(value) is not None,
+    "it cannot name a directory: use letters, digits and . _ = + -, 200 characters at most, starting with a letter or "
+    "digit",
+    "ID",
+    str,
+)
+PATH = valued(lambda value: isinstance(value, (str, os.PathLike)) and str(value) != "", "give a path", "PATH", str)
 PATHS = Kind(_check_paths, "PATH", list[str])
 STRINGS = Kind(_check_strings, "NAME=VALUE", dict[str, str])
 RESTART_ON = Kind(_check_restart_on, "ERROR", list[str])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 from rankzero import bounds, store
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job, world_bounds
-from rankzero.kinds import COUNT_FROM_ONE
-from rankzero.options import TABLE, Options, described, refuse_unknown
+from rankzero.kinds import COUNT_FROM_ONE, MODE
+from rankzero.options import HELP, TABLE, Options, refuse_unknown
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -32,7 +33,6 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 
-@described(TABLE)
 @dataclass(frozen=True)
 class Launcher(Options):
     """Runs training functions and scripts on all ranks. The attributes are the whole configuration.
@@ -196,19 +196,17 @@ class Launcher(Options):
             0.3
         """
         from rankzero.run.handle import RunHandle
-        from rankzero.run.printing import print_line
         from rankzero.sweep import named, run_trials
 
         COUNT_FROM_ONE.check("max_parallel", max_parallel)
-        if mode not in ("min", "max"):
-            raise InvalidJobError(f'mode is {mode!r}; use "min" or "max"')
+        MODE.check("mode", mode)
         trials = named(self.run_id, params)
 
         def start(number: int) -> AbstractContextManager[RunHandle[Any]]:
             run_id, kwargs = trials[number]
             return self.options(run_id=run_id).owned(train, (), kwargs)
 
-        sweep = run_trials(start, [kwargs for _, kwargs in trials], metric, max_parallel, print_line)
+        sweep = run_trials(start, [kwargs for _, kwargs in trials], metric, max_parallel)
         sweep.metric, sweep.mode = metric, mode
         for trial in sweep:
             if trial.result:
@@ -323,7 +321,6 @@ class Launcher(Options):
         from rankzero.submit.pack import pack_trackers
         from rankzero.submit.pack_archive import UserCode
         from rankzero.submit.start import Request
-        from rankzero.worker import log_level
 
         if self.restart_on and not self.max_restarts:
             logger.warning("restart_on=%r restarts nothing, since max_restarts is 0", self.restart_on)
@@ -331,7 +328,7 @@ class Launcher(Options):
         least, most = world_bounds(world)
         own = {each.name: getattr(self, each.name) for each in fields(Job) if each.name in TABLE}
         env = dict(self.env or {})
-        env |= log_level.environment(env) | bounds.environment(env)
+        env |= bounds.environment(env)
         decided = {
             "run_id": self.run_id or "",
             "num_processes": most,
@@ -362,3 +359,6 @@ class Launcher(Options):
 
     def _root(self) -> str:
         return store.normalize(store.root_of(self.store))
+
+
+Launcher.__doc__ = re.sub(r" {8}\*\*options: .*\n", lambda _: HELP, Launcher.__doc__ or "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
-from urllib.parse import unquote
 
 MASK = "***"
 
@@ -17,10 +16,9 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _NO_SECRET_NAME = re.compile(r"[._-](file|path|dir)$", re.IGNORECASE)
-# Values that are too common to mask: log lines would become unreadable.
+# Values that are too common to mask, and numbers such as MAX_TOKENS=4096: log lines would become unreadable.
 _NO_SECRET = re.compile(r"true|false|.{0,3}", re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?[\d.,]{1,7}(e[-+]?\d+)?", re.IGNORECASE)
-"""A number that is no secret whatever its name is, such as ``MAX_TOKENS=4096``: lines would become unreadable."""
 
 _SHORT = 8
 """Characters of a secret below which it is masked only as a whole word."""
@@ -39,21 +37,15 @@ def secrets_of(pairs: Mapping[str, Any]) -> list[str]:
     """
     found: list[str] = []
     for name, value in pairs.items():
-        # A template that is rendered as a native object turns digits into a number.
-        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            continue
-        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-            # Not a password, and Python may refuse to convert it to text.
-            continue
-        text = str(value)
-        if hides(name, text):
-            found.append(text)
-        else:
-            found += credentials_in(text)
+        # A template that is rendered as a native object turns digits into a number; Python may refuse to convert a
+        # huge one to text.
+        is_number = isinstance(value, float) or (type(value) is int and value.bit_length() < 1024)
+        if isinstance(name, str) and (is_number or isinstance(value, str)):
+            text = str(value)
+            urls = [secret for _, secret in _PASSWORD.findall(text)]
+            urls += [secret for _, key, secret in _SETTING.findall(text) if hides(key, secret)]
+            found += [text] if hides(name, text) else urls
     return [text for text in found if not _NO_SECRET.fullmatch(text)]
-
-
-_MOST_BITS = 1024
 
 
 def is_secret(name: str) -> bool:
@@ -63,14 +55,11 @@ def is_secret(name: str) -> bool:
 
 def hides(name: str, value: object) -> bool:
     """Returns True if the value of a setting must not be shown. A short number may be, as in ``max_tokens=4096``."""
-    is_number = isinstance(value, (str, int, float)) and _NUMBER.fullmatch(str(value))
-    return is_secret(name) and not is_number
+    return is_secret(name) and not (isinstance(value, (str, int, float)) and _NUMBER.fullmatch(str(value)))
 
 
 _PASSWORD = re.compile(r"(://[^/@:\s]*:)([^/\s]+)@")
 _SETTING = re.compile(r"([?&;]\s*([\w.-]+)=)([^&;\s'\"]+)")
-_SIGNATURE = re.compile(r"(.*-)?sig(nature)?", re.IGNORECASE)
-"""Name of the signature in presigned URLs of Azure, AWS and Google."""
 
 
 def without_credentials(text: str) -> str:
@@ -83,21 +72,9 @@ def without_credentials(text: str) -> str:
     text = _PASSWORD.sub(rf"\1{MASK}@", text)
 
     def masked(found: re.Match[str]) -> str:
-        return f"{found[1]}{MASK}" if hides(found[2], found[3]) or _SIGNATURE.fullmatch(found[2]) else found[0]
+        return f"{found[1]}{MASK}" if hides(found[2], found[3]) else found[0]
 
     return _SETTING.sub(masked, text)
-
-
-def credentials_in(text: str) -> list[str]:
-    """Returns the passwords and tokens of the URLs in a text, encoded and decoded.
-
-    Example:
-        >>> credentials_in("sc://host:15002/;use_ssl=true;token=ge%2Fheim")
-        ['ge%2Fheim', 'ge/heim']
-    """
-    found = [password for _, password in _PASSWORD.findall(text)]
-    found += [value for _, name, value in _SETTING.findall(text) if hides(name, value) or _SIGNATURE.fullmatch(name)]
-    return list(dict.fromkeys(each for secret in found for each in (secret, unquote(secret))))
 
 
 class Mask:

@@ -7,11 +7,12 @@ entry here, and the code that uses it.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +21,6 @@ from rankzero.bounds import EXIT_TIMEOUT, STOP_GRACE
 from rankzero.errors import InvalidJobError
 from rankzero.job import CheckpointConfig, world_bounds
 from rankzero.kinds import Kind, NumProcesses, RestartOn
-from rankzero.texts import with_matches
 
 if TYPE_CHECKING:
     from rankzero.engines.base import Engine
@@ -232,11 +232,18 @@ TABLE = {
 }
 """The options by name."""
 
+HELP = "".join(f"        {each.name}: {each.help}\n" for each in TABLE.values())
+"""The descriptions of all options, as the docstring of a class has those of its attributes."""
+
 
 def refuse_unknown(given: Iterable[str]) -> None:
     """Raises InvalidJobError for names that are no options, with the options that they may stand for."""
-    if unknown := [with_matches(name, TABLE) for name in given if name not in TABLE]:
-        raise InvalidJobError(f"Launcher has no option {', '.join(unknown)}; its options are {', '.join(TABLE)}")
+    for name in given:
+        if name not in TABLE:
+            # At the default of 0.6 "store" would be suggested for "mastr".
+            similar = difflib.get_close_matches(name, TABLE, n=2, cutoff=0.7)
+            meant = f" (did you mean {' or '.join(map(repr, similar))}?)" if similar else ""
+            raise InvalidJobError(f"Launcher has no option {name!r}{meant}; its options are {', '.join(TABLE)}")
 
 
 def step_options(late: str = "", **changes: Mapping[str, Any]) -> dict[str, Option]:
@@ -254,20 +261,3 @@ def step_options(late: str = "", **changes: Mapping[str, Any]) -> dict[str, Opti
             sentences = facts.pop("help"), facts.pop("more", ""), late if each.late else ""
             found[each.name] = replace(each, help=" ".join(filter(None, sentences)), **facts)
     return found
-
-
-def described(options: Mapping[str, Option]) -> Callable[[type[T]], type[T]]:
-    """Returns a decorator that puts the help of options into a class's docstring, in place of its ``**options`` line.
-
-    Args:
-        options: The options by name.
-    """
-
-    def decorate(cls: type[T]) -> type[T]:
-        entries = [f"{each.name}: {each.help}" for each in options.values()]
-        cls.__doc__ = re.sub(
-            r"( +)\*\*options: .*", lambda found: found[1] + f"\n{found[1]}".join(entries), cls.__doc__ or ""
-        )
-        return cls
-
-    return decorate

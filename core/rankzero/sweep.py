@@ -11,8 +11,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rankzero import bounds
 from rankzero.errors import InvalidJobError, ResultError, RunCancelledError
 from rankzero.run.handle import RunHandle
+from rankzero.run.printing import print_line
 from rankzero.run.reports import is_number
 from rankzero.submit.pack_content import Contents
 from rankzero.values.ref import ResultRef
@@ -61,28 +63,19 @@ class Sweep(tuple[Trial, ...]):
 
     @property
     def best(self) -> Trial:
-        """Returns the successful trial with the best value of the metric; nan and infinity are the worst values.
-
-        Raises:
-            RankZeroError: the sweep has no metric, no trial succeeded, or none that did has reported the metric.
-        """
+        """The successful trial with the best value of the metric. Raises RankZeroError if there is none."""
         if self.metric is None:
             raise InvalidJobError('the sweep has no metric to compare trials by: give map(..., metric="loss")')
-        done = [trial for trial in self if trial.state == "succeeded"]
-        if not done:
-            raise next((trial.error for trial in self if trial.error), None) or ResultError("no trial succeeded")
-        scored = [trial for trial in done if isinstance(trial.value, (int, float))]
+        scored = [trial for trial in self if trial.result and isinstance(trial.value, (int, float))]
         if not scored:
-            raise ResultError(f"no trial that succeeded has reported {self.metric!r} on rank 0")
+            lost = ResultError(f"no trial that succeeded has reported {self.metric!r} on rank 0")
+            raise next((trial.error for trial in self if trial.error), lost)
         sign = 1.0 if self.mode == "min" else -1.0
         return min(scored, key=lambda trial: sign * float(trial.value) if is_number(trial.value) else math.inf)
 
 
 def named(sweep: str | None, params: Iterable[Mapping[str, Any]]) -> list[tuple[str | None, Params]]:
-    """Returns the arguments of all trials, each with a run id that depends on them and not on their position.
-
-    Raises InvalidJobError if these are not dicts with names, or none.
-    """
+    """Returns the arguments of all trials, each with a run id that depends on them and not on their position."""
     found: list[tuple[str | None, Params]] = []
     for each in params:
         if not isinstance(each, Mapping) or not all(isinstance(name, str) for name in each):
@@ -100,35 +93,32 @@ def run_trials(
     params: list[Params],
     metric: str | None,
     max_parallel: int,
-    say: Callable[[str, str], object],
 ) -> Sweep:
-    """Runs all trials, as `Launcher.map` does. ``start`` begins a trial's run; ``say`` receives lines and run ids."""
-    handles: dict[int, RunHandle[Any]] = {}
-    is_cancelled = threading.Event()
+    """Runs all trials, as `Launcher.map` does; ``start`` opens the run of one, which ends with its block."""
+    is_stopped = threading.Event()
 
     def run(number: int) -> Trial:
-        result, error, directory, metrics = None, None, "", {}
+        handle, result, error, metrics = None, None, None, {}
+        name = f"trial {number} ({params[number]})"
         try:
             with start(number) as handle:
-                handles[number] = handle
-                if is_cancelled.is_set():
-                    handle.cancel()
-                say(f"trial {number} ({params[number]}) runs in {handle.directory}", handle.id)
-                handle.wait()
+                print_line(f"{name} runs in {handle.directory}", handle.id)
+                while not handle.wait(bounds.POLL_INTERVAL_LONG):
+                    if is_stopped.is_set():
+                        raise RunCancelledError("the sweep was interrupted", requested=True)
             result = handle.result_ref()
         except Exception as caught:
-            if isinstance(caught, InvalidJobError) and number == 0 and number not in handles:
+            if isinstance(caught, InvalidJobError) and number == 0 and handle is None:
                 # All other trials would be refused, too.
                 raise
             error = caught
-        if number in handles:
-            directory = handles[number].directory
-            with contextlib.suppress(Exception):
-                metrics = handles[number].status().metrics
+        with contextlib.suppress(Exception):
+            metrics = handle.status().metrics if handle else {}
         state = "cancelled" if isinstance(error, RunCancelledError) else "failed" if error else "succeeded"
+        directory = handle.directory if handle else ""
         trial = Trial(number, params[number], state, metrics.get(metric or ""), metrics, directory, error, result)
         outcome = f": {error}" if error else "" if trial.value is None else f": {metric} {trial.value}"
-        say(f"trial {number} ({params[number]}) {state}{outcome}".partition("\n")[0], directory.rsplit("/", 1)[-1])
+        print_line(f"{name} {state}{outcome}".partition("\n")[0], handle.id if handle else "")
         return trial
 
     pool = ThreadPoolExecutor(max_parallel, thread_name_prefix="rankzero-trial")
@@ -136,12 +126,8 @@ def run_trials(
     try:
         for future in as_completed(futures):
             future.result()
-    except BaseException:
-        is_cancelled.set()
-        for handle in list(handles.values()):
-            with contextlib.suppress(Exception):
-                handle.cancel()
-        raise
     finally:
+        # After an interrupt, or a refusal of all trials.
+        is_stopped.set()
         pool.shutdown(cancel_futures=True)
     return Sweep(future.result() for future in futures)

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -94,18 +94,6 @@ def in_thread(action: Callable[[], T], name: str = "rankzero-engine") -> Future[
     return future
 
 
-def within(seconds: float, action: Callable[[], object], thread: ActionThread | None = None) -> bool:
-    """Runs an engine's action in a thread for limited time; returns False if it took longer.
-
-    Args:
-        seconds: The limit.
-        action: The function that the thread calls.
-        thread: The thread; None for a new one.
-    """
-    future = thread.submit(action) if thread else in_thread(action)
-    return _ended_well(future) if wait([future], seconds).done else _ended_late(seconds)
-
-
 async def reply_of(future: Future[T], seconds: float | None = None) -> T:
     """Returns the result of a thread to a coroutine, or raises its exception.
 
@@ -130,24 +118,19 @@ async def reply_of(future: Future[T], seconds: float | None = None) -> T:
 
 
 async def done_within(seconds: float, action: Callable[[], object], thread: ActionThread | None = None) -> bool:
-    """Does the same as `within` for a coroutine."""
+    """Runs an engine's action in a thread for limited time; returns False if it took longer.
+
+    Args:
+        seconds: The limit.
+        action: The function that the thread calls. Its exception is only logged.
+        thread: The thread; None for a new one.
+    """
     future = thread.submit(action) if thread else in_thread(action)
     try:
         await reply_of(future, seconds)
-    except TimeoutError:
+    except Exception as error:
         if not future.done():
-            return _ended_late(seconds)
-    except Exception:
-        return _ended_well(future)
-    return True
-
-
-def _ended_late(seconds: float) -> bool:
-    logger.warning("the engine did not answer within %s s", seconds)
-    return False
-
-
-def _ended_well(future: Future[Any]) -> bool:
-    if error := future.exception():
+            logger.warning("the engine did not answer within %s s", seconds)
+            return False
         logger.warning("the engine failed", exc_info=error)
     return True

@@ -22,7 +22,7 @@ _Entries = dict[str, Any]
 METRIC_PREFIX = "metric/"
 """Prefix of metrics' names, so that a metric cannot replace another entry."""
 
-RESULT_ENTRIES = frozenset({"format", "size", "sha256", "sha256-8m"})
+RESULT_ENTRIES = frozenset({"format", "size", "sha256"})
 """Names of the entries of `describe_result` other than metrics."""
 
 TABLE_ROWS = 50

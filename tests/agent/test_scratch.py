@@ -38,19 +38,12 @@ hold.hold(json.loads(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize(("warm_start", "directories"), [(False, 2), (True, 1)])
+@pytest.mark.parametrize("warm_start", [False, True])
 def test_of_a_holder_that_stands_still_and_dies_nothing_is_left(
-    tmp_path: Path, marker: str, warm_start: bool, directories: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, marker: str, warm_start: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a driver that was stopped: its agent loses it, ends, and finds it alive; then it is killed."""
     monkeypatch.setenv("MARK", marker)
-    for name in ("TMPDIR", "TEMP", "TMP"):
-        monkeypatch.delenv(name, raising=False)
-    if directories == 2:
-        # The path of Spark's directory is too long for sockets.
-        local = tmp_path / "a-long-name-as-yarn-has-it" / "blockmgr-8c1b"
-        local.mkdir(parents=True)
-        monkeypatch.setenv("SPARK_LOCAL_DIRS", str(local))
     config = {
         "use_gpu": False,
         "ports": None,
@@ -71,7 +64,7 @@ def test_of_a_holder_that_stands_still_and_dies_nothing_is_left(
 
     async def main() -> None:
         received, secret = Received(), new_secret()
-        server = Server(secret, received, directory=str(tmp_path))
+        server = Server(secret, received, {}, {}, str(tmp_path))
         port = await server.start(listen("127.0.0.1", None))
         settings = {**config, "driver": [["127.0.0.1"], port], "secret": secret}
         with made.open("w") as output:
@@ -80,15 +73,15 @@ def test_of_a_holder_that_stands_still_and_dies_nothing_is_left(
         try:
             await until(lambda: received.messages)
             agent = received.messages[0][2].facts()["pid"]
-            paths = made.read_text().splitlines()
-            assert [os.path.isdir(path) for path in paths] == [True] * directories
+            path = made.read_text().strip()
+            assert os.path.isdir(path)
             holder.send_signal(signal.SIGSTOP)
             await server.close()
             await until(lambda: not is_alive(agent))
         finally:
             holder.kill()
             holder.wait(BOUND)
-        assert not any(map(os.path.exists, paths))
+        assert not os.path.exists(path)
 
     asyncio.run(main())
 
@@ -99,32 +92,24 @@ def places() -> dict[str, str]:
     with multiprocessing.Manager() as manager:
         # A socket of its own.
         assert manager.dict() is not None
-    return {name: os.environ.get(name, "") for name in ("RANKZERO_SCRATCH", "TMPDIR")}
+    return {"scratch": os.environ["RANKZERO_SCRATCH"], "temporary": tempfile.gettempdir()}
 
 
-def test_much_goes_where_spark_has_room_and_sockets_where_they_fit(
-    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_set", [False, True])
+def test_much_goes_where_the_user_or_spark_has_room_and_sockets_where_they_fit(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_set: bool
 ) -> None:
-    monkeypatch.delenv("TMPDIR", raising=False)
     local = tmp_path / "a-long-name-as-yarn-has-it" / "blockmgr-8c1b"
     local.mkdir(parents=True)
     monkeypatch.setenv("SPARK_LOCAL_DIRS", f"{tmp_path}/not-there,/proc,{local}")
-    found = launcher.options(num_processes=1).run(places)
-    assert found["RANKZERO_SCRATCH"].startswith(f"{local}/rankzero-agent-")
-    assert found["TMPDIR"].startswith(f"{tempfile.gettempdir()}/rankzero-agent-")
-    assert not os.path.exists(found["RANKZERO_SCRATCH"])
-    assert not os.path.exists(found["TMPDIR"])
-
-
-def test_what_the_user_set_for_temporary_files_counts_more(
-    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("spark", "user"):
-        (tmp_path / name).mkdir()
-    monkeypatch.setenv("SPARK_LOCAL_DIRS", f"{tmp_path}/spark")
-    monkeypatch.setenv("TMPDIR", f"{tmp_path}/user")
-    found = launcher.options(num_processes=1).run(places)
-    assert found["RANKZERO_SCRATCH"].startswith(f"{tmp_path}/user/rankzero-agent-")
+    monkeypatch.delenv("TMPDIR", raising=False)
+    with tempfile.TemporaryDirectory() as short:
+        if is_set:
+            monkeypatch.setenv("TMPDIR", short)
+        found = launcher.options(num_processes=1).run(places)
+    assert found["scratch"].startswith(f"{short if is_set else local}/rankzero-agent-")
+    assert found["temporary"].startswith(found["scratch"]) is is_set
+    assert not os.path.exists(found["scratch"])
 
 
 READ_ONLY = """
@@ -169,19 +154,19 @@ def test_a_root_that_is_read_only(tmp_path: Path, marker: str) -> None:
     assert os.listdir(tmp_path / "local") == []
 
 
-def returns_a_temporary_file(place: str) -> dict[str, str]:
+def returns_a_temporary_file(place: str) -> tuple[str, ...]:
     import tempfile
 
     made = Path(tempfile.mkdtemp(), "model.pt")
     made.write_text("weights")
-    return {"model": str(made), "kept": place, "none": "/nowhere/rankzero-agent-1/model.pt"}
+    return str(made), place, "/nowhere/rankzero-agent-1/model.pt"
 
 
 def test_a_returned_path_that_goes_with_the_run_is_named(launcher: Launcher, tmp_path: Path) -> None:
     launcher = launcher.options(num_processes=1, run_id="one")
     value = launcher.run(returns_a_temporary_file, str(tmp_path))
-    assert not os.path.exists(value["model"])
+    assert not os.path.exists(value[0])
     handle = launcher.find()
     assert handle
     named = [line for line in handle.logs(rank=0) if "is deleted with the run" in line]
-    assert [value["model"] in line for line in named] == [True]
+    assert [value[0] in line for line in named] == [True]

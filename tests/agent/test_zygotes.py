@@ -19,7 +19,7 @@ import psutil
 import pytest
 from tests.conftest import is_alive, until
 
-from rankzero import EngineError, InvalidJobError, Launcher
+from rankzero import EngineError, Launcher
 from rankzero.engines.local import LocalGroup
 from rankzero.task import zygotes
 
@@ -111,33 +111,6 @@ def test_a_fork_sees_what_a_started_process_sees(launcher: Launcher) -> None:
     for facts in (warm, fresh):
         del facts["seeds"], facts["zygote"]
     assert warm == fresh
-
-
-def test_ranks_of_one_run_draw_different_numbers(launcher: Launcher) -> None:
-    def draw() -> list[float]:
-        import numpy
-        import torch
-        import torch.distributed as dist
-
-        numbers = [random.random(), float(numpy.random.rand()), float(torch.rand(1))]
-        dist.init_process_group("gloo")
-        gathered: list[Any] = [None, None]
-        dist.all_gather_object(gathered, numbers)
-        return [one - other for one, other in zip(*gathered, strict=True)]
-
-    assert all(launcher.run(draw))
-
-
-def test_a_module_that_was_edited_between_two_runs_is_the_new_one(
-    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = tmp_path / "edited_between_runs.py"
-    script = tmp_path / "script.py"
-    script.write_text("import edited_between_runs, rankzero.train as rt\nrt.set_result(edited_between_runs.VERSION)\n")
-    module.write_text("VERSION = 1\n")
-    assert launcher.run(script) == 1
-    module.write_text("VERSION = 2  # the size differs too\n")
-    assert launcher.run(script) == 2
 
 
 @pytest.mark.usefixtures("own_zygotes")
@@ -299,8 +272,8 @@ def is_fork() -> bool:
 
 
 OPENS_A_GPU = """
-from rankzero.host import forked
-forked._GPU_DEVICES = ("/dev/zero",)
+from rankzero.host import forks
+forks._GPU_DEVICES = ("/dev/zero",)
 kept = open("/dev/zero")
 """
 
@@ -337,11 +310,6 @@ def test_a_zygote_ends_with_an_owner_that_dies_while_it_imports(tmp_path: Path, 
         zygote = int(until(lambda: note.exists() and note.read_text(), WAIT, "the import"))
         owner.kill()
     until(lambda: not is_alive(zygote), 5.0, "the end of the zygote")
-
-
-def test_a_wrong_choice_is_refused() -> None:
-    with pytest.raises(InvalidJobError, match="warm_start is 1; it must be True or False"):
-        Launcher(1, warm_start=1)  # type: ignore[arg-type]
 
 
 def leave_directories(place: str) -> None:

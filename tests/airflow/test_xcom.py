@@ -101,7 +101,7 @@ def test_a_task_is_mapped_over_a_large_list(dag: Any, run_dag: RunDag, operator:
     [
         ({"weights": [object()]}, False, "multiple_outputs=True pushes its keys"),
         ({"__classname__": "x.Y"}, False, "it has the key '__classname__'"),
-        ({"loss": math.nan}, False, "['loss'] is nan"),
+        ({"loss": math.nan}, False, "would return {'loss': 'nan'}"),
         ("text", False, "it is no dict"),
         ({"run_directory": "/mine"}, False, "its key 'run_directory' is the XCom of the run directory"),
         ({"loss": 0.1, "loss#1": 0.3}, False, "its key 'loss#1' cannot be the key of an XCom"),

@@ -3,20 +3,39 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from rankzero import bounds
+from rankzero.channel import connection
 from rankzero.channel.client import Driver
-from rankzero.channel.connection import Connection, Limits, new_secret
+from rankzero.channel.connection import Connection, new_secret
 from rankzero.channel.messages import Message, MessageError
 from rankzero.channel.server import Server
-from rankzero.channel.tls import Identity, make_identity
+from rankzero.channel.tls import make_identity
 from rankzero.host.network import listen
 
 TIMEOUT = 60.0
-QUICK = Limits(ping=0.1, silence=2.0, handshake=5.0, connect=2.0)
+PING = 0.1
+SILENCE = 2.0
+
+
+@pytest.fixture(autouse=True)
+def limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes the time limits of a channel short; a test may call it for others."""
+
+    def limit(*, silence: float = SILENCE, handshake: float = 5.0) -> None:
+        monkeypatch.setattr(connection, "PING_INTERVAL", PING)
+        monkeypatch.setattr(bounds, "CONNECTION_LOST_AFTER", lambda: silence)
+        monkeypatch.setattr(connection, "HANDSHAKE_TIMEOUT", lambda: handshake)
+        monkeypatch.setattr(connection, "CONNECT_TIMEOUT", lambda: handshake)
+
+    limit()
+    return limit
 
 
 @dataclass
@@ -61,7 +80,7 @@ class Agent:
 class Serving:
     """A running server, what it received, and the agents that were made for it."""
 
-    def __init__(self, directory: Path, identity: Identity | None, **options: Any) -> None:
+    def __init__(self, directory: Path, identity: Any) -> None:
         self.received = Received()
         self.received.has_room.set()
         self.secret = new_secret()
@@ -70,18 +89,16 @@ class Serving:
         self.offered.write_bytes(os.urandom((3 << 20) + 3))
         self.identity = identity
         served = {"payload": str(self.offered), "missing": str(directory / "missing"), "long": "/long" * 2000}
-        tls = identity.context if identity else None
-        options = {"served": served, "digests": {"payload": "x"}, "directory": str(directory), "tls": tls, **options}
-        self.server = Server(self.secret, self.received, **options)
+        tls = identity[1] if identity else None
+        self.server = Server(self.secret, self.received, served, {"payload": "x"}, str(directory), tls)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, host: str = "127.0.0.1") -> None:
         self.host, self.port = host, await self.server.start(listen(host, None))
 
-    def driver(self, *hosts: str, port: int = 0, secret: str = "", limits: Limits = QUICK) -> Driver:
-        certificate = self.identity.certificate if self.identity else None
-        place = list(hosts or [self.host]), port or self.port
-        return Driver(*place, secret or self.secret, certificate, limits)
+    def driver(self, *hosts: str, port: int = 0, secret: str = "") -> Driver:
+        certificate = self.identity[0] if self.identity else None
+        return Driver(list(hosts or [self.host]), port or self.port, secret or self.secret, certificate)
 
     async def agent(self, task: int = 0, driver: Driver | None = None, *, lives: Any = is_dead) -> Agent:
         """Connects an agent, which reads until its connection ends."""
@@ -97,7 +114,7 @@ class Serving:
                 why = str(error)
             agent.ended = agent.connection.reason or why
 
-        self._tasks += [asyncio.create_task(read()), asyncio.create_task(driver.keep(agent.connection, lives))]
+        self._tasks += [asyncio.create_task(read()), asyncio.create_task(agent.connection.keep("the driver", lives))]
         return agent
 
     async def close(self) -> None:
@@ -107,10 +124,9 @@ class Serving:
 
 
 @contextlib.asynccontextmanager
-async def serving(directory: Path, host: str = "127.0.0.1", *, encrypt: bool = False, **options: Any) -> Any:
-    """A server with options of its own."""
-    options.setdefault("limits", QUICK)
-    made = Serving(directory, make_identity() if encrypt else None, **options)
+async def serving(directory: Path, host: str = "127.0.0.1", *, encrypt: bool = False) -> Any:
+    """A server on a host."""
+    made = Serving(directory, make_identity() if encrypt else None)
     await made.start(host)
     try:
         yield made

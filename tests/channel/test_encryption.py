@@ -39,7 +39,7 @@ def test_who_listens_reads_nothing_of_an_encrypted_connection(tmp_path: Path, en
 def test_another_certificate_is_not_the_drivers(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path, encrypt=True) as served:
-            wrong = replace(served.driver(), certificate=make_identity().certificate)
+            wrong = replace(served.driver(), certificate=make_identity()[0])
             with pytest.raises(ChannelError, match="has another certificate than the run's"):
                 await wrong.find(0, 0.1)
             with pytest.raises(ChannelError, match="no driver was found"):

@@ -1,14 +1,12 @@
 """Every kind of message on the wire: what is sent is what arrives, and what does not fit is refused."""
 
 import dataclasses
-import socket
 from typing import Any
 
 import pytest
 
 from rankzero.channel import messages
 from rankzero.channel.messages import Decoder, MessageError
-from rankzero.worker.control import Control
 
 VALUES: dict[str, Any] = {
     "str": "text\n\ud800",
@@ -74,12 +72,3 @@ def test_a_message_that_is_too_long_is_refused_by_both_ends() -> None:
         decoder.feed(b"x" * 100)
     with pytest.raises(MessageError, match="longer than 1000 bytes"):
         decoder.feed(b"x" * 100)
-
-
-def test_rows_that_a_rank_sends_as_text_are_a_message_of_metrics() -> None:
-    agent, rank = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with agent:
-        agent.settimeout(10)
-        Control(rank.detach()).report('[{"loss":0.5},7.0]')
-        [(message, _)] = Decoder().feed(agent.recv(1 << 20))
-    assert message == messages.Metrics([[{"loss": 0.5}, 7.0]])  # type: ignore[list-item]

@@ -21,13 +21,6 @@ def _raises(name: str, *batches: dict[str, Any]) -> None:
         rt.write_rows(_flaky(*batches), name)
 
 
-def test_a_retry_of_a_call_whose_columns_grew_writes_each_row_once() -> None:
-    batches = [{"id": [1, 2, 3]}, {"id": [4], "extra": ["x"]}, {"id": [5], "more": ["y"]}]
-    _raises("grown", *batches)
-    table = rt.write_rows(batches, "grown").to_arrow().to_table()
-    assert sorted(table["id"].to_pylist()) == [1, 2, 3, 4, 5]
-
-
 def test_columns_of_a_call_that_raised_are_not_in_the_table() -> None:
     _raises("columns", {"id": [1]}, {"id": [2], "extra": ["x"]})
     table = rt.write_rows({"id": [3]}, "columns")

@@ -73,7 +73,7 @@ def submitted(store: Path, query: str, master: str = "local[2]", train: Callable
 
 
 def await_files(store: Path) -> None:
-    until(lambda: glob.glob(f"{store}/q/submissions/*/datasets/*/part-*"), WAIT, "the first file of Spark's")
+    until(lambda: glob.glob(f"{store}/q/submissions/*/datasets/*/rankzero-part-*"), WAIT, "the first file of Spark's")
 
 
 def processes_of(handle: RunHandle[Any]) -> list[psutil.Process]:
@@ -126,7 +126,7 @@ def test_an_executor_that_is_killed_costs_no_row(tmp_path: Path) -> None:
     # What the dead one had begun is in no manifest, and not in the folder, which goes with the success.
     [folder] = glob.glob(f"{tmp_path}/q/submissions/*/datasets/*")
     files = glob.glob(f"{folder}/*.parquet")
-    assert len({os.path.basename(file)[:11] for file in files}) == len(files) == 8
+    assert len({os.path.basename(file)[:20] for file in files}) == len(files) == 8
     Path(go).touch()
     expected = [number for number in range(800) if number % 100]
     assert [number for number in handle.result(2 * WAIT) if number % 100] == expected

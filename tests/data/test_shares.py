@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankzero.data.shares import Batches, Stretch, cut, length, remaining, share, split
+from rankzero.data.shares import Batches, split
 
 rows = st.integers(0, 300)
 worlds = st.integers(1, 9)
@@ -37,27 +37,3 @@ def test_every_rank_has_the_same_number_of_batches(total: int, world: int, size:
             assert plan.own < plan.count or 0 not in counts
             # Whole ones, but for the last two.
             assert counts[:-2] == [size] * (plan.count - 2 if plan.count > 2 else 0)
-
-
-@given(rows, st.lists(st.tuples(worlds, sizes, st.integers(0, 12)), max_size=4), worlds, sizes)
-def test_every_row_comes_once_in_an_epoch_of_changing_worlds(
-    total: int, stretches: list[tuple[int, int, int]], last_world: int, last_size: int
-) -> None:
-    seen: list[int] = []
-    consumed: list[Stretch] = []
-
-    def consume(world: int, size: int, batches: int | None) -> None:
-        left = remaining(total, consumed)
-        done = 0
-        for rank in range(world):
-            plan = Batches.of(length(left), world, rank, size, drop_last=False)
-            done = plan.count if batches is None else min(batches, plan.count)
-            seen.extend(positions(cut(share(left, world, rank), 0, plan.done(done))))
-        consumed.append(Stretch(world, size, False, done))
-
-    for world, size, batches in stretches:
-        consume(world, size, batches)
-    consume(last_world, last_size, None)
-    assert sorted(seen) == list(range(total))
-    assert remaining(total, consumed) == []
-    assert [Stretch.from_json(stretch.to_json()) for stretch in consumed] == consumed

@@ -80,8 +80,3 @@ def test_gpus_are_counted_where_ranks_have_them(monkeypatch: pytest.MonkeyPatch)
 def test_a_cluster_of_which_nothing_is_known_wants_numbers(launcher: Launcher, engine: SparkEngine) -> None:
     with pytest.raises(InvalidJobError, match=r"give a number, or the smallest and the largest, such as \(2, 8\)"):
         launcher.options(num_processes="auto", engine=engine).run(print)
-
-
-def test_another_word_is_no_number() -> None:
-    with pytest.raises(InvalidJobError, match="num_processes is 'many'"):
-        Launcher("many")  # type: ignore[arg-type]

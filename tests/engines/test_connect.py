@@ -174,26 +174,6 @@ def test_torch_distributor_on_an_active_connect_session(connect_session: Any, tm
 # -- refusals ----------------------------------------------------------------------------------
 
 
-@pytest.mark.soak
-def test_more_ranks_than_slots_are_refused(on_connect: Launcher) -> None:
-    with pytest.raises(
-        InsufficientSlotsError, match="needs 5 task slots at the same time, but the cluster behind sc://"
-    ):
-        on_connect.options(num_processes=5).run(reduce, 1.0)
-
-
-@pytest.mark.soak
-def test_gpus_that_tasks_do_not_get_are_refused(on_connect: Launcher) -> None:
-    with pytest.raises(InvalidJobError, match="spark.task.resource.gpu.amount is not set"):
-        on_connect.options(use_gpu=True).run(reduce, 1.0)
-
-
-@pytest.mark.soak
-def test_cores_that_tasks_do_not_get_are_refused(on_connect: Launcher) -> None:
-    with pytest.raises(InvalidJobError, match="a local master has no resource profiles: set it to 2"):
-        on_connect.options(cpus_per_process=2).run(reduce, 1.0)
-
-
 def test_dynamic_allocation_is_refused(launcher: Launcher, connect_session: Any) -> None:
     connect_session.conf.set("spark.sql.legacy.setCommandRejectsSparkCoreConfs", "false")
     connect_session.conf.set("spark.dynamicAllocation.enabled", "true")

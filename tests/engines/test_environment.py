@@ -11,7 +11,7 @@ from tests.engines.bare_trainings import from_the_environment
 from tests.engines.conftest import Standalone
 from tests.engines.pythons import TORCH, python_with
 
-from rankzero import Launcher, SparkEngine, SparkSubmitEngine
+from rankzero import Launcher, SparkEngine
 
 WAIT = 240.0
 ONLY_THERE = "rankzero_test_only_there"
@@ -61,13 +61,4 @@ def test_an_archive_brings_the_python_of_executors(
 ) -> None:
     monkeypatch.chdir(environment.parent)
     engine = SparkEngine(cluster.url, conf=conf(environment.name))
-    check(launcher.options(engine=engine).run(from_the_environment, ONLY_THERE))
-
-
-@pytest.mark.soak
-def test_a_driver_on_the_cluster_has_a_python_of_its_own(
-    launcher: Launcher, cluster: Standalone, environment: Path
-) -> None:
-    settings = {**conf(environment), "spark.driver.memory": "512m", "spark.pyspark.driver.python": sys.executable}
-    engine = SparkSubmitEngine(cluster.url, conf=settings)
     check(launcher.options(engine=engine).run(from_the_environment, ONLY_THERE))

@@ -22,7 +22,6 @@ from tests.services import spark_session
 from rankzero import (
     EngineError,
     InsufficientSlotsError,
-    InvalidJobError,
     Launcher,
     RunCancelledError,
     RunHandle,
@@ -88,23 +87,6 @@ def test_a_run_uses_the_callers_session_and_leaves_it_alone(
     assert signal.getsignal(signal.SIGINT) is handler
     assert context.pythonExec == python
     assert context.getLocalProperty("mine") == "untouched"
-
-
-@pytest.mark.soak
-def test_spark_reuses_its_python_workers(on_session: Launcher, session: Any) -> None:
-    """The task drains its input; a task that does not costs Spark a fresh worker each time."""
-
-    def python_workers() -> set[int]:
-        pids = (
-            session.sparkContext.parallelize(range(4), 4)
-            .barrier()
-            .mapPartitions(lambda rows: [os.getpid() for _ in rows])
-        )
-        return set(pids.collect())
-
-    before = python_workers()
-    on_session.run(who_am_i)
-    assert python_workers() & before
 
 
 def test_a_task_runs_several_processes(on_session: Launcher) -> None:
@@ -207,29 +189,6 @@ def test_agents_that_are_cancelled_before_spark_has_their_job_never_start(group:
     assert "SPARK_JOB_CANCELLED" in str(ended.result(WAIT))
 
 
-def test_agents_are_cancelled_where_spark_cannot_cancel_future_jobs(
-    group: Any, session: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from py4j.protocol import Py4JError
-
-    agents, _, _ = group
-    names: list[str] = []
-
-    class Spark35:
-        def sc(self) -> "Spark35":
-            return self
-
-        def __getattr__(self, name: str) -> Any:
-            if name != "cancelJobGroup":
-                raise Py4JError(f"Method {name}([class java.lang.String]) does not exist")
-            return names.append
-
-    monkeypatch.setattr(session.sparkContext, "_jsc", Spark35())
-    agents.cancel()
-    monkeypatch.undo()
-    assert [name.rpartition("-")[0] for name in names] == ["rankzero-run"]
-
-
 def test_cancelling_the_spark_job_ends_the_run_with_that_cause(
     on_session: Launcher, session: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,11 +236,6 @@ def test_what_the_session_cannot_give_is_said_at_once(
     with pytest.raises(error, match=message):
         on_session.options(**launch).run(who_am_i)
     assert time.monotonic() - started < 10  # Spark itself takes ten minutes
-
-
-def test_a_session_cannot_be_detached(on_session: Launcher) -> None:
-    with pytest.raises(InvalidJobError, match="outlives this process"):
-        on_session.submit(who_am_i)
 
 
 def test_a_large_payload_does_not_pass_through_the_jvm(on_session: Launcher) -> None:

@@ -15,7 +15,7 @@ from tests.conftest import until
 from tests.engines.conftest import Standalone
 from tests.services import spark_session
 
-from rankzero import InvalidJobError, Launcher, SparkEngine, SparkSubmitEngine, StartTimeoutError
+from rankzero import Launcher, SparkEngine, SparkSubmitEngine, StartTimeoutError
 
 WAIT = 120.0
 
@@ -77,11 +77,6 @@ def test_a_task_with_two_gpus_runs_two_ranks(
     run = named.find()
     assert run is not None
     assert str(run.status().engine_url).startswith("http://")
-
-
-def test_gpu_conf_missing_is_refused(launcher: Launcher, standalone: str) -> None:
-    with pytest.raises(InvalidJobError, match=r"spark\.task\.resource\.gpu\.amount is not set"):
-        launcher.options(use_gpu=True, engine=engine(standalone)).run(gpus)
 
 
 @pytest.fixture

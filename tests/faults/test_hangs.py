@@ -1,6 +1,5 @@
 """A run in which nothing moves ends, and the error says where every rank stood."""
 
-import json
 import os
 import signal
 import time
@@ -25,12 +24,11 @@ def restore_all_handlers() -> None:
         if (handler := signal.getsignal(number)) is not None:
             signal.signal(number, handler)
     deadline = time.monotonic() + 20.0
-    while not {signal.SIGSEGV, signal.SIGURG} <= (caught_signals(os.getpid()) or set()) and time.monotonic() < deadline:
+    while signal.SIGSEGV not in (caught_signals(os.getpid()) or set()) and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def wait_for_peers(how: str) -> Any:
-    import re
     import threading
 
     import torch
@@ -53,9 +51,6 @@ def wait_for_peers(how: str) -> Any:
             restore_all_handlers()
         if how in ("recorded", "restored"):
             lose_time()
-        elif how == "holds the lock":
-            # Native code that does not give the interpreter's lock back.
-            re.match("(a+)+$", "a" * 60 + "b")
     dist.all_reduce(torch.ones(1))
     return None
 
@@ -65,22 +60,15 @@ def lose_time() -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("restored", "in lose_time"),
-        pytest.param("holds the lock", "in wait_for_peers", marks=pytest.mark.soak),
-    ],
-)
-def test_a_hang_says_where_each_rank_stood(launcher: Launcher, marker: str, how: str, words: str) -> None:
+def test_a_hang_says_where_each_rank_stood(launcher: Launcher, marker: str) -> None:
     """Without torch's flight recorder, which the next test switches on."""
     launcher = launcher.options(hang_timeout=HANG_TIMEOUT, run_id="hangs")
     with pytest.raises(HangError) as caught:
-        launcher.run(wait_for_peers, how)
+        launcher.run(wait_for_peers, "restored")
     error = caught.value
     assert error.stacks is not None
     assert "all_reduce" in error.stacks["0"]
-    assert words in error.stacks["1"]
+    assert "in lose_time" in error.stacks["1"]
     assert "agent/worker.py" not in str(error)
     assert error.missing == [1]
     assert "rank 1 had not joined the collective in which rank 0 waited" in str(error)
@@ -88,10 +76,7 @@ def test_a_hang_says_where_each_rank_stood(launcher: Launcher, marker: str, how:
     handle = launcher.find()
     assert handle is not None
     # The stacks of all threads are in the log of a rank whose interpreter still runs Python.
-    lines = list(handle.logs(rank=1))
-    assert any(line.startswith("Thread 0x") for line in lines) == (how == "restored")
-    assert any(words in line for line in lines)
-    assert not Path(handle.directory, "flight").exists()
+    assert any(line.startswith("Thread 0x") for line in handle.logs(rank=1))
 
 
 def test_a_hang_can_be_tried_again_and_leaves_what_torchs_flight_recorder_knows(launcher: Launcher) -> None:
@@ -104,10 +89,6 @@ def test_a_hang_can_be_tried_again_and_leaves_what_torchs_flight_recorder_knows(
     assert any(line.startswith("Thread 0x") for line in handle.logs(rank=1))
     lines = [line for line in handle.logs(rank=0) if line.startswith("rankzero: flight recorder: ")]
     assert any("not completed: gloo:all_reduce #1" in line for line in lines), lines
-    files = sorted(Path(handle.directory, "flight", "attempt-0").iterdir())
-    assert [file.name for file in files] == ["rank-0.json"]
-    found = json.loads(files[0].read_bytes())
-    assert [entry["profiling_name"] for entry in found["entries"]] == ["gloo:all_reduce"]
 
 
 def test_steps_and_reports_are_progress(launcher: Launcher) -> None:
@@ -163,7 +144,6 @@ def test_a_hang_of_nccl_leaves_its_flight_recorders_dump(launcher: Launcher) -> 
     handle = launcher.find()
     assert handle is not None
     assert any(line.startswith("rankzero: flight recorder: process group") for line in handle.logs(rank=0))
-    assert Path(handle.directory, "flight", "attempt-0", "rank-0.json").exists()
 
 
 def lose_memory() -> None:

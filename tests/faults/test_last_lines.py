@@ -128,20 +128,6 @@ def test_a_piece_that_lands_late_replaces_no_later_one(
     assert "lines are lost" in caplog.text
 
 
-def test_a_piece_that_lands_while_its_run_ends_is_waited_for(run: Submission, pieces_store: Store) -> None:
-    recorder = Recorder(run, Mask())
-    pieces_store.open.clear()
-    recorder.log(0, ["the first line"])
-    recorder.update(attempt=0)
-    assert pieces_store.stalled.wait(WAIT)
-    recorder.log(0, ["the last line"])
-    with ThreadPoolExecutor(1) as executor:
-        end = executor.submit(recorder.finish, state="succeeded")
-        pieces_store.open.set()
-        end.result(WAIT)
-    assert texts(run) == ["[0] the first line", "[0] the last line"]
-
-
 @pytest.mark.parametrize("state", ["succeeded", "failed"])
 def test_a_status_that_lands_late_hides_no_outcome(run: Submission, state: str) -> None:
     """The request of a heartbeat was delayed and repeated, and arrives after the final status."""

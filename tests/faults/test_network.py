@@ -15,7 +15,7 @@ from tests.conftest import free_ports
 
 from rankzero import EngineError, Launcher, RunHandle, WorkerFailedError
 from rankzero.agent import output
-from rankzero.agent.output import Outbox, RankOutput
+from rankzero.agent.output import Output
 from rankzero.channel import messages
 from rankzero.driver import policy
 from rankzero.driver.recorder import Recorder
@@ -96,11 +96,6 @@ def test_ranks_may_open_more_files_than_a_shell_allows(launcher: Launcher) -> No
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_names_that_stand_for_nobody_are_passed_over(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalSession, "driver_hosts", ["no-such-host.invalid", "127.0.0.1"])
-    assert launcher.run(reduce)[0] == 2.0
-
-
 @pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="no IPv6 here")
 def test_ipv6_will_do(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalSession, "bind_host", "::1")
@@ -141,16 +136,12 @@ def test_a_slow_driver_neither_stalls_a_rank_nor_loses_a_line(
 class SlowConnection:
     """A connection whose kernel takes nothing while `unsent` is large."""
 
-    reason = None
-
     def __init__(self) -> None:
         self.unsent = 0
         self.lines: list[str] = []
 
-    def write(self, data: bytes) -> None:
-        for line in data.splitlines():
-            message, _ = messages.decode(line)
-            self.lines += message.facts().get("lines", [])
+    def send(self, message: messages.Log, local_rank: int) -> None:
+        self.lines += message.lines
 
     async def drain(self) -> None:
         while self.unsent:
@@ -158,13 +149,14 @@ class SlowConnection:
 
 
 @contextlib.asynccontextmanager
-async def sending(directory: Path, **limits: int) -> AsyncIterator[tuple[SlowConnection, Outbox, RankOutput]]:
-    connection, outbox = SlowConnection(), Outbox(str(directory), **limits)
-    outbox.attach(connection)  # type: ignore[arg-type]
-    pump = asyncio.create_task(outbox.pump())
-    yield connection, outbox, RankOutput(0, outbox)
+async def sending(directory: Path) -> AsyncIterator[tuple[SlowConnection, Output]]:
+    connection, out = SlowConnection(), Output(0, str(directory))
+    out.connection = connection  # type: ignore[assignment]
+    pump = asyncio.create_task(out.pump())
+    yield connection, out
     connection.unsent = 0
-    await outbox.deliver(lambda: time.monotonic() + WAIT)
+    await out.send_waiting()
+    out.finish()
     pump.cancel()
 
 
@@ -172,52 +164,38 @@ def test_lines_wait_on_disk_in_order(tmp_path: Path) -> None:
     expected = [f"line {number} \u2603" for number in range(20_000)]
 
     async def main() -> None:
-        async with sending(tmp_path) as (connection, outbox, out):
+        async with sending(tmp_path) as (connection, out):
             for number, line in enumerate(expected):
                 if number % 100 == 50:
                     connection.unsent = output.HIGH_WATER + 1
                 elif number % 100 == 90:
-                    assert outbox.waiting > connection.unsent
+                    assert out.waiting
+                    assert out.tail[-1] == expected[number - 1]
                     connection.unsent = 0
                     await asyncio.sleep(0)
                 out.feed(f"{line}\n".encode())
         assert connection.lines == expected
         assert out.tail == expected[-len(out.tail) :]
-        assert outbox.waiting == 0
+        assert out.waiting == 0
         assert os.listdir(tmp_path) == []
 
     asyncio.run(main())
 
 
-def test_lines_that_were_spooled_before_the_driver_was_found_are_sent(tmp_path: Path) -> None:
-    async def main() -> None:
-        connection, outbox = SlowConnection(), Outbox(str(tmp_path))
-        pump = asyncio.create_task(outbox.pump())
-        outbox.send_lines(0, ["early"])
-        await asyncio.sleep(0)
-        outbox.attach(connection)  # type: ignore[arg-type]
-        async with asyncio.timeout(WAIT):
-            while outbox.waiting:
-                await asyncio.sleep(0.01)
-        assert connection.lines == ["early"]
-        pump.cancel()
-
-    asyncio.run(main())
-
-
-def test_what_was_sent_is_released_from_the_disk(tmp_path: Path) -> None:
-    lines = ["x" * 1000] * 5000
+def test_what_was_sent_is_released_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "RELEASE", 1 << 16)
+    monkeypatch.setattr(output, "BATCH", 1 << 15)
 
     async def main() -> None:
-        async with sending(tmp_path, release_size=1 << 16) as (connection, outbox, out):
+        async with sending(tmp_path) as (connection, out):
             connection.unsent = output.HIGH_WATER + 1
-            for line in lines:
-                out.add([line])
-            spool = outbox._spool
+            for _ in range(5000):
+                out.feed(b"x" * 1000 + b"\n")
+            spool, whole = out._spool, out.waiting
             assert spool is not None
             full = os.fstat(spool.fileno()).st_blocks
-            while outbox._read < outbox._written * 0.9:
-                outbox._next_block()
+            while out.waiting > whole * 0.1:
+                out._next()
             assert os.fstat(spool.fileno()).st_blocks < full / 2
 
     asyncio.run(main())
@@ -227,26 +205,28 @@ def test_a_full_scratch_disk_drops_and_counts_lines(tmp_path: Path) -> None:
     lines = [f"{number} {'x' * 99}" for number in range(300)]
 
     async def main() -> None:
-        async with sending(tmp_path) as (connection, _, out):
+        async with sending(tmp_path) as (connection, out):
             before = resource.getrlimit(resource.RLIMIT_FSIZE)
             connection.unsent = output.HIGH_WATER + 1
             # Like a disk that is full in the middle of a batch of lines, and then has room again for a shorter one.
             resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, before[1]))
             try:
                 for start in range(0, 300, 100):
-                    out.add(lines[start : start + 100])
+                    out.feed("".join(f"{line}\n" for line in lines[start : start + 100]).encode())
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, before)
-            out.add(["short"])
+            out.feed(b"short\n")
         dropped = "rankzero: 200 log lines were dropped, the driver was too slow"
         assert connection.lines == [*lines[:100], "short", dropped]
 
     asyncio.run(main())
 
 
-def test_lines_beyond_the_limit_are_counted(tmp_path: Path) -> None:
+def test_lines_beyond_the_limit_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "SPOOL_LIMIT", 500)
+
     async def main() -> None:
-        async with sending(tmp_path, limit=1000) as (connection, _, out):
+        async with sending(tmp_path) as (connection, out):
             connection.unsent = output.HIGH_WATER + 1
             for number in range(100):
                 out.feed(f"line {number:04d}\n".encode())

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from tests.conftest import ROOT, until
 
 from rankzero import EngineError, Launcher, LocalEngine, RunHandle, bounds
-from rankzero.host.processes import process_namespace, process_start, this_thread
+from rankzero.host.processes import process_namespace, process_start
 from rankzero.run.observer import process_lives
 from rankzero.run.status import RunStatus
 from rankzero.submit import durable
@@ -30,33 +29,19 @@ def wait_for(go: str) -> str:
     return "trained"
 
 
-def status_of(thread: str | None) -> RunStatus:
+@pytest.mark.parametrize(("is_thread", "lives"), [(False, True), (True, None)])
+def test_a_driver_that_is_a_thread_is_left_to_its_heartbeat(is_thread: bool, lives: bool | None) -> None:
+    """Its process may outlive it."""
     pid = os.getpid()
-    return RunStatus(
+    status = RunStatus(
         "running",
         heartbeat=time.time() - 3600,
         driver_pid=pid,
         driver_namespace=process_namespace(),
         driver_start=process_start(pid),
-        driver_thread=thread,
+        driver_thread=is_thread,
     )
-
-
-def test_a_driver_that_was_a_thread_is_dead_when_that_thread_is() -> None:
-    names: list[str | None] = []
-    go = threading.Event()
-    thread = threading.Thread(target=lambda: (names.append(this_thread()), go.wait(WAIT)))
-    thread.start()
-    (name,) = until(lambda: names, WAIT, "a thread")
-    assert this_thread() is None
-    assert process_lives(status_of(None)) is True
-    assert process_lives(status_of(name)) is True
-    go.set()
-    thread.join()
-    assert name
-    until(lambda: process_lives(status_of(name)) is False, WAIT, "the kernel's word of its end")
-    # Another thread has its number.
-    assert process_lives(status_of(f"{threading.get_native_id()} 1")) is False
+    assert process_lives(status) is lives
 
 
 def test_a_driver_that_is_stopped_is_not_said_to_have_died(

@@ -139,9 +139,9 @@ def test_what_came_over_the_channel_outlives_a_power_failure(disk: Disk) -> None
     )
     until(lambda: not storage.is_busy, WAIT, "the commit")
     assert [type(settled) for settled in storage.settled()] == [Manifest]
-    upload(run, storage, "0-value", data)
+    upload(run, storage, "rank-0-value", data)
     value = {"path": "", "format": "json", "size": len(data), "digest": "digest", "summary": {}}
-    storage.finish(0, 0, Finished(0.0, value), {})
+    storage.finish(0, Finished(0.0, value), {})
     until(lambda: list(storage.settled()) or storage.facts.success or storage.facts.refusal, WAIT, "the value")
     assert storage.facts.success
     store.write_bytes(run.path("status.json"), b"{}", durable=True)

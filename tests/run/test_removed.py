@@ -173,7 +173,7 @@ SIGNALLED = {"driver_pid": 4242, "driver_namespace": process_namespace(), "drive
         ({"driver_namespace": "another"}, 0),
         ({"driver_pid": None}, 0),
         ({"driver_pid": 4243}, 0),
-        ({"driver_thread": "4243 18"}, 0),
+        ({"driver_thread": True}, 0),
     ],
     ids=["own", "macos", "its id again", "elsewhere", "not begun", "just starting", "of a caller"],
 )

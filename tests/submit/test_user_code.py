@@ -173,11 +173,8 @@ def test_archives_are_unpacked_by_a_python_without_filters(tmp_path: Path, monke
     folder, unpacked = tmp_path / "folder", tmp_path / "unpacked"
     folder.mkdir()
     (folder / "a.txt").write_text("a")
-    formats.write_directory(str(folder), str(tmp_path / "one.tar"))
-    with tarfile.open(tmp_path / "one.tar") as archive:
+    with (tmp_path / "one.tar").open("wb") as file:
+        formats.write_directory(str(folder), file)
+    with tarfile.open(file.name) as archive:
         unpack(archive, unpacked)
     assert (unpacked / "a.txt").read_text() == "a"
-    size, digest = formats.write_directory(str(folder), str(tmp_path / "two.tar"))
-    formats.read_directory(str(tmp_path / "two.tar"), digest, str(tmp_path / "again"))
-    assert (tmp_path / "again" / "a.txt").read_text() == "a"
-    assert size > 0

@@ -297,13 +297,6 @@ def test_a_loaded_position_is_that_of_its_epoch_only(as_rank: Any, kind: Any, by
         assert rows_of(again) == orders[epoch][begin:]
         again.set_epoch(1)
         assert rows_of(again) == orders[1], "an epoch that is set once more begins at its first batch"
-    again = loader()
-    again.load_state_dict(state)
-    again.set_epoch(1)
-    assert again.state_dict() == state
-    again.set_epoch(3)
-    again.set_epoch(1)
-    assert (again.state_dict()["batches"], rows_of(again)) == (0, orders[1])
 
 
 def test_an_order_follows_the_seed_of_the_loaders_generator(as_rank: Any) -> None:

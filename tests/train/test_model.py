@@ -124,12 +124,6 @@ def test_whole_states_are_copies_that_later_steps_do_not_change(launcher: Launch
         step(model, optimizer, torch.ones(1, 4, 2))
         weights, moments = rt.full_state_dict(model), rt.full_optimizer_state_dict(model, optimizer).get("state")
         before = copy.deepcopy((weights, moments))
-        # What torch has gathered is not copied once more.
-        with pytest.MonkeyPatch.context() as patch:
-            copies: list[Any] = []
-            patch.setattr(torch.Tensor, "__deepcopy__", lambda each, _: copies.append(each.shape) or each)
-            rt.full_state_dict(model), rt.full_optimizer_state_dict(model, optimizer)
-            assert rt.get_context().rank or strategy == "ddp" or not [shape for shape in copies if len(shape) > 1]
         step(model, optimizer, torch.ones(1, 4, 2))
         if weights:
             torch.testing.assert_close((weights, moments), before, rtol=0, atol=0)

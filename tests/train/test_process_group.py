@@ -72,18 +72,6 @@ def test_without_a_backend_the_group_is_the_trainings_own(launcher: Launcher) ->
         launcher.options(backend=None).run(train)
 
 
-def who_destroys_groups() -> str:
-    import torch.distributed as dist
-
-    return dist.destroy_process_group.__code__.co_filename.rpartition(os.sep)[2]
-
-
-def test_torch_is_left_alone_if_the_user_says_so(launcher: Launcher) -> None:
-    one = launcher.options(num_processes=1)
-    assert one.run(who_destroys_groups) == "rendezvous.py"
-    assert one.options(env={"RANKZERO_PATCH_TORCH": "0"}).run(who_destroys_groups) == "distributed_c10d.py"
-
-
 def test_a_rank_that_fails_in_its_turn_ends_the_run(launcher: Launcher) -> None:
     def train() -> None:
         import rankzero.train as rt

@@ -3,15 +3,21 @@
 import json
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.conftest import until
 from tests.faults.kit import SlotsEngine
+from tests.kinds_of_values import same
 
+import rankzero.train as rt
 from rankzero import Launcher, ResultError, RetryableError, RunHandle
+from rankzero.testing import run_inline
+from rankzero.values.sharded import load, split
 
 WRITERS = 2
 
@@ -135,38 +141,6 @@ def test_a_state_of_two_ranks_is_read_by_any_number(
     assert launcher.options(num_processes=ranks).run(read_all) == [[True, True, True]] * ranks
 
 
-def opened(handle: RunHandle[Any], open_part: Callable[[Path], Any] = lambda path: open(path, "rb")) -> Any:
-    from rankzero.values.sharded import ShardedState
-
-    (manifest,) = handle.checkpoints()
-    folder = Path(handle.own.directory, "checkpoints", manifest.id)
-    indexes = dict(zip(sorted(manifest.parts), (folder / "pieces.jsonl").read_bytes().split(b"\n"), strict=True))
-    return ShardedState("0", manifest.parts, indexes, lambda rank: open_part(folder / manifest.parts[rank]["file"]))
-
-
-def test_each_piece_is_written_once(written: tuple[RunHandle[Any], dict[str, Any]]) -> None:
-    handle, _ = written
-    (manifest,) = handle.checkpoints()
-    numbers = sum(part["size"] for part in manifest.parts.values())
-    assert [rank for key, (rank, _) in opened(handle)._places.items() if key.fqn == "more.1"] == ["1"]
-    assert numbers < 7000
-
-
-def test_a_damaged_piece_is_no_tensor(written: tuple[RunHandle[Any], dict[str, Any]]) -> None:
-    import io
-
-    def damaged(path: Path) -> io.BytesIO:
-        data = bytearray(path.read_bytes())
-        data[0] ^= 1
-        return io.BytesIO(data)
-
-    with opened(written[0], damaged) as state, pytest.raises(ResultError, match="changed or damaged"):
-        state.load()
-    shortened = opened(written[0], lambda path: io.BytesIO(path.read_bytes()[:-100]))
-    with pytest.raises(ResultError, match="changed or damaged"):
-        shortened.load()
-
-
 def test_a_state_to_be_filled_that_lacks_something_is_refused(
     launcher: Launcher, written: tuple[RunHandle[Any], dict[str, Any]]
 ) -> None:
@@ -176,17 +150,16 @@ def test_a_state_to_be_filled_that_lacks_something_is_refused(
         import torch
 
         checkpoint = checkpoint_of(directory)
-        # What is left out at the top is not read, unless it is small.
         partial = checkpoint.load(into={"more": [torch.zeros(11), torch.zeros(shape)]})
         try:
             checkpoint.load(into={"model": {}})
         except ResultError as error:
-            return [sorted(partial), partial["plain"].tolist(), str(error)]
+            return [sorted(partial), str(error)]
 
-    more, plain, error = launcher.options(num_processes=1).run(read_less, 11)
-    assert more == ["epoch", "more", "plain", "rank"]
-    assert plain == [1.0, 1.0]
-    assert "holds 'model.0.weight', which the state to be filled has not" in error
+    more, error = launcher.options(num_processes=1).run(read_less, 11)
+    # What is left out at the top is not read, unless it has no tensors.
+    assert more == ["epoch", "more", "rank"]
+    assert "'model.0.weight' has the shape [7, 5] in the checkpoint, and None in the state" in error
     with pytest.raises(ResultError, match=r"'more.1' has the shape \[11\] in the checkpoint, and \[12\]"):
         launcher.options(num_processes=1).run(read_less, 12)
 
@@ -279,38 +252,6 @@ def test_an_elastic_training_goes_on_with_what_another_number_of_ranks_wrote(
     assert elastic.run(train, str(slots)) == [sizes, [2.0] * 5]
 
 
-def save_distributed(folder: str) -> None:
-    """What `torch.distributed.checkpoint` writes, on a disk of each rank's own."""
-    import torch.distributed.checkpoint as dcp
-
-    import rankzero.train as rt
-
-    state, _ = make_state(filled=True)
-    own = f"{folder}/{rt.get_context().rank}"
-    dcp.save({"model": state["model"]}, checkpoint_id=own)
-    rt.report({}, checkpoint=own, sharded=True)
-
-
-def test_what_torch_distributed_checkpoint_saved_is_loaded_by_any_number(
-    launcher: Launcher, written: tuple[RunHandle[Any], dict[str, Any]], tmp_path: Path
-) -> None:
-    launcher.options(run_id="dcp").run(save_distributed, str(tmp_path))
-    handle = launcher.options(run_id="dcp").find()
-    assert handle
-    directory = handle.own.directory
-
-    def load() -> Any:
-        import torch.distributed.checkpoint as dcp
-
-        state, _ = make_state(filled=False)
-        with checkpoint_of(directory).as_directory() as copy:
-            dcp.load({"model": state["model"]}, checkpoint_id=copy)
-        return numbers(state["model"])
-
-    for ranks in (2, 3):
-        assert launcher.options(num_processes=ranks).run(load) == dict(written[1]["model"])
-
-
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_parts_that_only_the_training_understands_are_never_half_loaded(launcher: Launcher, ranks: int) -> None:
     def write_parts() -> None:
@@ -329,8 +270,8 @@ def test_parts_that_only_the_training_understands_are_never_half_loaded(launcher
     assert other.run(read_parts, lambda checkpoint: checkpoint.load(rank=1)["half"]) == 1
 
 
-def test_pipeline_stages_that_name_their_tensors_alike_are_refused(launcher: Launcher) -> None:
-    def train() -> str:
+def test_pipeline_stages_that_name_their_tensors_alike_are_their_ranks_own(launcher: Launcher) -> None:
+    def write_stages() -> list[float]:
         import torch
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Shard, distribute_tensor
@@ -343,15 +284,15 @@ def test_pipeline_stages_that_name_their_tensors_alike_are_refused(launcher: Lau
         weights = distribute_tensor(torch.full((4,), float(rank)), stages["dp"], [Shard(0)])
         rt.report({}, checkpoint={"w": weights}, sharded=True)
         rt.context.await_checkpoint()
-        rt.barrier()
         checkpoint = rt.get_checkpoint()
         assert checkpoint is not None
-        try:
-            return str(checkpoint.load())
-        except ResultError as error:
-            return str(error)
+        return rt.all_gather_object(float(checkpoint.load()["w"].sum()))
 
-    assert "ranks 0 and 1 wrote different values of 'w'" in launcher.options(num_processes=2).run(train)
+    stages = launcher.options(run_id="stages")
+    assert stages.run(write_stages) == [0.0, 4.0]
+    directory = RunHandle.attach(f"{launcher.store}/stages").own.directory
+    with pytest.raises(ResultError, match="ranks 0 and 1 wrote different values of 'w'"):
+        launcher.options(num_processes=1).run(lambda: checkpoint_of(directory).load())
 
 
 def _await_a_later_one(file: str) -> str:
@@ -407,3 +348,37 @@ def test_a_whole_checkpoint_that_every_rank_reports_needs_no_word(launcher: Laun
     handle = launcher.submit(train)
     handle.result(60)
     assert not [line for rank in (0, 1) for line in handle.logs(rank) if "checkpoint" in line]
+
+
+def test_what_is_not_sharded_comes_back_with_its_types_and_fills_a_target() -> None:
+    state = OrderedDict(
+        optimizer={"state": {0: {"step": torch.tensor(3.0)}}, 1: (torch.ones(1), [None])},
+        more=[torch.tensor([True]), torch.empty(0, 3), torch.ones(3).to(torch.float8_e4m3fn), (0.5, ["a"])],
+        none={},
+    )
+    part = split(state)
+    target = {"optimizer": {"state": {0: {"step": torch.tensor(0.0)}}, 1: (torch.zeros(1),)}}
+    whole, filled = load(0, [], lambda _: part), load(0, [], lambda _: part, target)
+    assert same(whole, state)
+    assert same(filled, OrderedDict(optimizer=state["optimizer"], none={}))
+    assert filled["optimizer"]["state"][0]["step"] is target["optimizer"]["state"][0]["step"]  # type: ignore[index]
+
+
+def test_tensors_that_a_checkpoint_lacks_are_named_and_nothing_is_filled() -> None:
+    def train() -> None:
+        checkpoint = rt.get_checkpoint()
+        assert checkpoint
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        before = model[0].weight.clone()
+        with pytest.raises(ResultError, match=r"'model\.1\.weight' has the shape None in the checkpoint, and \[2, 2\]"):
+            checkpoint.load(into={"model": model.state_dict()})
+        with pytest.raises(ResultError, match="'ema' has the shape None"):
+            checkpoint.load(into={"ema": torch.zeros(2)})
+        assert torch.equal(model[0].weight, before)
+        # Values that are not filled are no error.
+        filled = checkpoint.load(into={"model": model[:1].state_dict(), "steps": 0})
+        assert torch.equal(model[0].weight, torch.ones(2, 2))
+        assert filled["epoch"] == 3
+
+    weights = {"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)}
+    run_inline(train, checkpoint={"model": weights, "epoch": 3})

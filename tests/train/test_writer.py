@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rankzero import ResultError
-from rankzero.channel.messages import NotCommitted, Part, PartBegun, PartFailed, Start
+from rankzero.channel.messages import Lost, Part, Start
 from rankzero.train.parts import Parts
 from rankzero.train.writer import CheckpointWriter
 from rankzero.values import formats
@@ -59,7 +59,7 @@ def test_what_cannot_be_read_back_is_no_checkpoint(tmp_path: Path, make: Any, re
     writer = CheckpointWriter(parts, 0, 0, 1, sent.append)
     with pytest.raises(ResultError, match=reason):
         writer.write({"value": make()}, {}, 0.0, sharded=False)
-    assert sent == [PartBegun(0), PartFailed(0)]
+    assert sent == [Lost(0)]
     # What was read back may hold the memory of the file.
     loop: list[Any] = [numpy.ones(1 << 16)]
     loop.append(loop)
@@ -109,18 +109,18 @@ def test_a_copy_that_does_not_fit_into_memory_is_a_part_that_failed(
     def take(*_: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(formats, "write_to", take)
+    monkeypatch.setattr(formats, "dump", take)
     sent: list[Any] = []
     parts = Parts(Start(str(tmp_path), run_token="", shared=True, scratch=""), str)
     writer = CheckpointWriter(parts, 1, 0, 1, sent.append)
     with pytest.raises(MemoryError, match="no room"):
         writer.write({}, {}, 0.0, sharded=False)
-    assert sent == [PartBegun(0), PartFailed(0)]
+    assert sent == [Lost(0)]
     # The driver alone knows whether the checkpoint before this one is committed.
     monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.0001")
     writer.await_settled()
     assert "checkpoint 0001-000000 is not complete" in capsys.readouterr().out
-    writer.on_message(NotCommitted(0))
+    writer.on_message(Lost(0))
     writer.await_settled()
     assert not capsys.readouterr().out
 
@@ -135,10 +135,10 @@ def test_a_host_without_room_for_another_checkpoint_leaves_it_out_after_a_while(
     for step in range(2):
         writer.write({"step": step}, {}, 0.0, sharded=True)
         writer.finish()
-    assert [message.index for message in sent if isinstance(message, PartFailed)] == [1]
+    assert [message.index for message in sent if isinstance(message, Lost)] == [1]
     assert "0000-000001 of rank 0 is left out: 0000-000000 is not committed after 0.06 s" in capsys.readouterr().out
     # The peers have reported at last.
-    writer.on_message(NotCommitted(0))
+    writer.on_message(Lost(0))
     writer.write({"step": 2}, {}, 0.0, sharded=True)
     writer.finish()
     assert sent[-1].index == 2
@@ -195,5 +195,5 @@ def test_a_signal_handler_that_reports_or_raises_leaves_no_report_waiting(
     ended = threading.Event()
     threading.Thread(target=lambda: (writer.finish(), ended.set()), daemon=True).start()
     assert ended.wait(60.0)
-    ends = sorted((type(message).__name__, message.index) for message in sent if not isinstance(message, PartBegun))
-    assert ends == ([("PartFailed", 0)] if raises else [("Part", 0), ("Part", 1)])
+    ends = sorted((type(message).__name__, message.index) for message in sent)
+    assert ends == ([("Lost", 0)] if raises else [("Part", 0), ("Part", 1)])

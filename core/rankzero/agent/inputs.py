@@ -1,4 +1,4 @@
-"""The input files of the workers of one task: payload, modules, referenced files.
+"""`Inputs`: the files that the workers of one task need: payload, modules, user code, referenced files.
 
 A file is used in place if this host sees it under its path. Else it is fetched from the driver once for each task.
 Files on an object store, and the checkpoint to start from, are fetched only when a worker requests them because it
@@ -12,24 +12,24 @@ import json
 import os
 import tarfile
 import zipfile
-from collections.abc import Iterator
 from typing import Any
 
 from rankzero import store
 from rankzero.channel.messages import Assign, Start
 from rankzero.data import manifest
+from rankzero.errors import EngineError
 from rankzero.values.digest import digest_of_file
 
-MODULES, CODE = "modules.zip", "code.tar.gz"
-_CODE = {MODULES, CODE}
-
-
-class InputError(Exception):
-    """Raised when a file that the driver sent cannot be used on this host."""
+PAYLOAD, MODULES, CODE = "payload.pkl", "modules.zip", "code.tar.gz"
 
 
 class Inputs:
-    """Finds or fetches the files of the ranks of one agent."""
+    """Finds and unpacks the files of the ranks of one agent.
+
+    Attributes:
+        shared: True if this host sees the driver's run directory under the same path.
+        missing: The files to fetch: name to local path.
+    """
 
     def __init__(self, assigned: Assign, digests: dict[str, str], scratch: str) -> None:
         """Finds out which files this host has and which are missing.
@@ -43,28 +43,27 @@ class Inputs:
         self._assigned = assigned
         self._scratch = scratch
         self.shared = self._sees_run_directory()
-        """True if this host sees the driver's run directory under the same path."""
         self._here: dict[str, str] = {}
         self.missing: dict[str, str] = {}
-        """The files to fetch: name to local path."""
         for name, file in assigned.files.items():
-            if _is_for_workers(name, file):
+            if name.startswith("checkpoint-") or ("uri" in file and store.is_url(file["uri"])):
+                # Workers request it.
                 continue
-            here = file["location"]
-            if not (self.shared or file.get("absolute")) or not _has_size(here, file["size"]):
-                here = os.path.join(scratch, name)
-                self.missing[name] = here
-            self._here[name] = here
+            path, size = file["location"], -1
+            if self.shared or file.get("absolute"):
+                with contextlib.suppress(OSError):
+                    size = os.path.getsize(path)
+            if size != file["size"]:
+                path = self.missing[name] = os.path.join(scratch, name)
+            self._here[name] = path
 
     def _sees_run_directory(self) -> bool:
         directory = self._assigned.run_directory
-        if store.is_url(directory):
-            return False
-        try:
-            with open(os.path.join(directory, "driver")) as file:
-                return file.read() == self._assigned.run_token and os.access(directory, os.W_OK)
-        except OSError:
-            return False
+        with contextlib.suppress(OSError):
+            if not store.is_url(directory):
+                with open(os.path.join(directory, "driver")) as file:
+                    return file.read() == self._assigned.run_token and os.access(directory, os.W_OK)
+        return False
 
     def is_ended(self) -> bool:
         """Returns True if this host sees that the submission has ended without a success: its driver counts as dead."""
@@ -81,36 +80,35 @@ class Inputs:
             ports: First and last port that a worker may bind; None for any.
 
         Raises:
-            InputError: the digest of a file differs from the driver's, or an archive cannot be unpacked.
+            EngineError: the digest of a file differs from the driver's.
+            OSError, ValueError: an archive cannot be unpacked.
         """
-        files = self._assigned.files
-        # Checked once here for all workers, which unpickle it.
-        self._check("payload.pkl")
-        for name in _CODE & self._here.keys():
-            self._check(name)
-        directory = self._assigned.run_directory
-        return Start(
-            master_addr=self._assigned.master_addr,
-            payload=self._here["payload.pkl"],
-            modules=self._unpack_modules(),
-            code=self._unpack_code(),
-            refs={file["uri"]: [name, self._here.get(name)] for name, file in files.items() if "uri" in file},
-            result_directory=os.path.join(directory, "result") if self.shared else self._scratch,
-            checkpoint=self._assigned.checkpoint,
-            run_directory=directory,
-            run_token=self._assigned.run_token,
-            shared=self.shared,
-            scratch=self._scratch,
-            datasets=self._here.get(manifest.FILE),
-            beat_interval=self._assigned.beat_interval,
-            ports=ports,
-        )
+        assigned = self._assigned
+        # Checked once here for all workers, which execute them.
+        for name in {PAYLOAD, MODULES, CODE} & self._here.keys():
+            if digest_of_file(self._here[name]) != self._digests[name]:
+                raise EngineError(
+                    f"{name} does not carry the digest that the driver recorded: it was changed or damaged, or an "
+                    "argument changed while it was submitted"
+                )
+        facts: dict[str, Any] = {
+            "payload": self._here[PAYLOAD],
+            "modules": self._unpack_modules() if MODULES in self._here else None,
+            "code": self._unpack_code() if CODE in self._here else None,
+            "refs": {
+                file["uri"]: [name, self._here.get(name)] for name, file in assigned.files.items() if "uri" in file
+            },
+            "result_directory": os.path.join(assigned.run_directory, "result") if self.shared else self._scratch,
+            "shared": self.shared,
+            "scratch": self._scratch,
+            "datasets": self._here.get(manifest.FILE),
+            "ports": ports,
+        }
+        return Start(**vars(assigned), **facts)
 
-    def _unpack_modules(self) -> str | None:
-        if MODULES not in self._here:
-            return None
+    def _unpack_modules(self) -> str:
         directory = os.path.join(self._scratch, "modules")
-        with _unpacking(MODULES, directory), zipfile.ZipFile(self._here[MODULES]) as archive:
+        with zipfile.ZipFile(self._here[MODULES]) as archive:
             # Not by `extractall`, which takes twice as long: the names are rankzero's own, and the digest was checked.
             for folder in {os.path.dirname(name) for name in archive.namelist()}:
                 os.makedirs(os.path.join(directory, folder), exist_ok=True)
@@ -119,23 +117,14 @@ class Inputs:
                     file.write(archive.read(name))
         return directory
 
-    def _unpack_code(self) -> str | None:
+    def _unpack_code(self) -> str:
         """Returns a copy of the user's code for this task's ranks, which may write into it."""
-        if CODE not in self._here:
-            return None
         from rankzero.values.formats import unpack
 
         directory = os.path.join(self._scratch, "code")
-        with _unpacking(CODE, directory), tarfile.open(self._here[CODE]) as archive:
+        with tarfile.open(self._here[CODE]) as archive:
             unpack(archive, directory)
         return directory
-
-    def _check(self, name: str) -> None:
-        if digest_of_file(self._here[name]) != self._digests[name]:
-            raise InputError(
-                f"{name} does not carry the digest that the driver recorded: it was changed or damaged, or an "
-                "argument changed while it was submitted"
-            )
 
     def context(self, local_rank: int, local_world_size: int, use_gpu: bool) -> dict[str, Any]:
         """Returns the fields of one worker's `rankzero.train.TrainContext`."""
@@ -148,22 +137,3 @@ class Inputs:
             "use_gpu": use_gpu,
             "storage_path": self._assigned.context["storage_path"] if self.shared else None,
         }
-
-
-@contextlib.contextmanager
-def _unpacking(name: str, directory: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise InputError(f"{name} cannot be unpacked into {directory}: {type(error).__name__}: {error}") from error
-
-
-def _is_for_workers(name: str, file: dict[str, Any]) -> bool:
-    return name.startswith("checkpoint-") or ("uri" in file and store.is_url(file["uri"]))
-
-
-def _has_size(path: str, size: int) -> bool:
-    try:
-        return os.path.getsize(path) == size
-    except OSError:
-        return False

@@ -1,27 +1,36 @@
-"""`Rank`: the agent's handle of one worker process, which it starts, and its environment."""
+"""`Rank`: the agent's handle of one worker process: starts it, and reads what it sends, prints and reports."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import fcntl
+import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
-from rankzero.agent.output import Outbox, RankOutput, is_own_frame
+from rankzero import bounds
+from rankzero.agent.output import Output, release
 from rankzero.channel import messages
+from rankzero.channel.connection import Connection
 from rankzero.channel.messages import Decoder, Message, encode
-from rankzero.host import forked
+from rankzero.host import forks
 from rankzero.host.network import socket_environment
-from rankzero.host.processes import cpu_seconds, process_state, signal_main_thread
+from rankzero.host.processes import signal_name
 from rankzero.worker import main as worker
 
 PIPE_SIZE = 1 << 20  # Capacity of the pipe for a rank's output, where the system allows it (macOS does not)
+READ_SIZE = 1 << 18  # Most bytes of one read
+DRAIN_READS = 16  # Most reads that drain a pipe or a socket; a limit, because a process may write without end
+MUCH = 8 << 10  # Bytes of one read from which on the pipe is read again soon: it holds what is printed meanwhile
+BRISK = 0.005  # Seconds until then
+REPORTS_SIZE = 4 << 20  # Most bytes of reports in one message, more than one report has
 
 # rankzero and its cloudpickle are imported from the given path, which is then moved to the end of the search path.
 _BOOTSTRAP = (
@@ -30,53 +39,61 @@ _BOOTSTRAP = (
     "main(*map(json.loads, sys.argv[2:]))"
 )
 
-_STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "is blocked in the kernel"}
-"""Display texts for the kernel's states of a process."""
+
+def until_delivery() -> float:
+    """Returns the seconds until the next moment at which reports and few lines are sent, the same on a whole host.
+
+    Each delivery wakes the agent, the channel and the driver, so what is sent together wakes them once.
+    """
+    return bounds.DELIVERY_INTERVAL - time.monotonic() % bounds.DELIVERY_INTERVAL
 
 
 class Rank:
-    """A worker process that this agent has started."""
+    """A worker process that this agent has started.
 
-    def __init__(self, local_rank: int, config: dict[str, Any], outbox: Outbox) -> None:
-        """Starts the worker process, which imports torch and waits for its `Start`.
+    Attributes:
+        local_rank: Index within the task.
+        pid: Its process id.
+        alive: False once its exit status was collected.
+        outcome: What it has sent last about itself.
+        output: What it prints.
+    """
 
-        Args:
-            local_rank: Index within the task.
-            config: The agent's configuration.
-            outbox: The way of its messages and output to the driver.
-        """
+    def __init__(self, local_rank: int, config: dict[str, Any]) -> None:
+        """Starts the worker process, which imports torch and waits for its `Start`."""
         self.local_rank = local_rank
         self.alive = True
         self.outcome: messages.Finished | messages.Failed | None = None
-        self.writing: set[int] = set()
-        """Numbers of the checkpoints that the training reported and the worker has not written yet."""
-        self.has_flushed = True
-        """False from the call of the training until the worker has sent all reports that preceded a stop."""
-        self.begun: frozenset[int] | None = None
-        """Numbers of the checkpoints that the training reported before the stop; None until a stop."""
-        self._outbox = outbox
-        self.output = RankOutput(local_rank, outbox)
-        self.decoder = Decoder()
-        self._beat_at = time.monotonic()
-        self._stack = b""
+        self.output = Output(local_rank, config["scratch"])
+        self._decoder = Decoder()
         self._unsent = bytearray()
-        self.control, control = socket.socketpair()
+        self._reports, self._reported = _reports_file(config["scratch"]), 0
+        self._control, control = socket.socketpair()
         read, write = os.pipe()
         with contextlib.suppress(OSError, AttributeError):
             # The pipe of a quiet rank is read up to `DELIVERY_INTERVAL` late: a burst should fit.
             fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
-        stack_read, stack_write = os.pipe()
         with open(os.devnull) as nothing:
             stdio = (nothing.fileno(), write, write)
-            self.pid = _start_worker(config, local_rank, stdio, control.fileno(), stack_write)
+            self.pid = _start_worker(config, stdio, (control.fileno(), self._reports))
         control.close()
         os.close(write)
-        os.close(stack_write)
-        self.control.setblocking(False)
-        for descriptor in (read, stack_read):
-            os.set_blocking(descriptor, False)
-        self.pipe: IO[bytes] = open(read, "rb", buffering=0)
-        self.stack_pipe: IO[bytes] = open(stack_read, "rb", buffering=0)
+        self._control.setblocking(False)
+        os.set_blocking(read, False)
+        self._pipe: IO[bytes] = open(read, "rb", buffering=0)
+
+    def listen(self, connection: Connection, on_message: Callable[[Rank, Message], None]) -> None:
+        """Begins to read from the worker.
+
+        Args:
+            connection: The connection to the driver, to which output and reports are forwarded.
+            on_message: Receives each message of the worker.
+        """
+        self.output.connection = self._connection = connection
+        self._on_message = on_message
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._control, self.read_messages)
+        loop.add_reader(self._pipe, self._on_printed)
 
     def tell(self, message: Message) -> None:
         """Sends a message to the worker; without blocking, since it may be stopped. Ignores a dead worker."""
@@ -85,98 +102,141 @@ class Rank:
 
     def send(self, message: Message) -> None:
         """Sends a message of the worker, or about it, to the driver."""
-        self._outbox.send(message, self.local_rank)
+        self._connection.send(message, self.local_rank)
 
     def _flush(self) -> None:
         loop = asyncio.get_running_loop()
-        loop.remove_writer(self.control)
+        loop.remove_writer(self._control)
         try:
             while self._unsent:
-                del self._unsent[: self.control.send(self._unsent)]
+                del self._unsent[: self._control.send(self._unsent)]
         except BlockingIOError:
-            loop.add_writer(self.control, self._flush)
+            loop.add_writer(self._control, self._flush)
         except OSError:
             self._unsent.clear()
 
-    def kill(self, number: int, send: Callable[[int, int], None] = os.kill) -> None:
+    def kill(self, number: int) -> None:
         """Sends a signal to the worker if it is alive."""
         if self.alive:
             with contextlib.suppress(OSError):
-                send(self.pid, number)
+                os.kill(self.pid, number)
 
-    def note(self, message: Message) -> None:
-        """Records the state that a message of the worker reports: heartbeat, checkpoints, outcome."""
-        self._beat_at = time.monotonic()
-        if isinstance(message, messages.PartBegun):
-            self.writing.add(message.index)
-        elif isinstance(message, (messages.Part, messages.PartFailed)):
-            self.writing.discard(message.index)
-        elif isinstance(message, messages.Entered):
-            self.has_flushed = False
-        elif isinstance(message, messages.Flush):
-            # The worker may have reported some that were on their way when the agent stopped it.
-            self.has_flushed, self.begun = True, frozenset(self.writing)
-        elif isinstance(message, (messages.Finished, messages.Failed)):
-            self.outcome = message
+    def note_exit(self, status: int, *, was_asked: bool) -> None:
+        """Sends what an exited worker has left, and how it ended unless its outcome says it.
 
-    def ask_for_stack(self, *, quiet: bool) -> None:
-        """Makes the worker write its stack, which `take_stack` collects; also to its log, unless it is ``quiet``."""
-        self._stack = b""
-        if self.outcome is None:
-            self.kill(worker.STACK_SIGNAL, signal_main_thread)
-        if not quiet:
-            # After the signal: the worker handles the message in a thread, which may wait for the GIL or a device.
-            self.tell(messages.Dump())
-
-    def take_stack(self, data: bytes) -> None:
-        """Adds bytes that were read from the stack pipe."""
-        self._stack += data
-
-    def stack(self, *, quiet: bool) -> messages.Stack:
-        """Returns the Python stack of the worker's main thread, innermost call first, or a text if there is none.
-
-        The stack is also added to the rank's log, where the worker adds those of all threads unless it holds the GIL.
+        Args:
+            status: Its exit status, as waitpid returns it.
+            was_asked: True if it was asked to exit.
         """
-        if isinstance(self.outcome, messages.Finished):
-            return messages.Stack("it had returned")
-        if not self.alive:
-            return messages.Stack("its process had ended")
-        text = self._stack.decode(errors="replace")
-        if not quiet:
-            self.output.add(text.splitlines())
-        # The frames in faulthandler's output, without those of rankzero.
-        lines = [line.strip() for line in text.splitlines() if line.startswith("  File") and not is_own_frame(line)]
-        if not lines:
-            state = process_state(self.pid, None)
-            what = "has exited" if state is None else _STATES.get(state, "does not answer (blocked in native code)")
-            lines = [f"its process {what}, no heartbeat for {time.monotonic() - self._beat_at:.0f} s"]
-        return messages.Stack("\n".join(lines), cpu_seconds(self.pid))
+        self.alive = False
+        self.read_messages()
+        tail, code = self.drain(), os.waitstatus_to_exitcode(status)
+        if self.outcome is None and was_asked:
+            # Ranks of other agents may wait for this one to exit.
+            self.send(messages.Reached("exited"))
+        elif self.outcome is None:
+            how = {"exit_code": code} if code >= 0 else {"signal": signal_name(-code)}
+            self.send(messages.Failed(time.time(), log_tail=tail, **how))
+
+    # -- messages and reports ------------------------------------------------------------------
+
+    def read_messages(self) -> None:
+        """Handles the messages that the worker has sent until now."""
+        for _ in range(DRAIN_READS):
+            try:
+                data = self._control.recv(READ_SIZE)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                asyncio.get_running_loop().remove_reader(self._control)
+                return
+            for message, _ in self._decoder.feed(data):
+                self._on_message(self, message)
+
+    def send_reports(self) -> None:
+        """Sends the metrics that the worker has reported since the last call."""
+        while size := min(os.fstat(self._reports).st_size - self._reported, REPORTS_SIZE):
+            lines = os.pread(self._reports, size, self._reported).split(b"\n")
+            if not (taken := size - len(lines.pop())):
+                return
+            self.send(messages.Metrics([json.loads(line) for line in lines]))
+            release(self._reports, self._reported, taken)
+            self._reported += taken
+
+    # -- output --------------------------------------------------------------------------------
+
+    def _on_printed(self) -> None:
+        """Forwards printed lines. A pipe with few lines is read again later, since each read wakes the driver."""
+        loop = asyncio.get_running_loop()
+        size = self._read_output()
+        if self._pipe.closed:
+            return
+        loop.remove_reader(self._pipe)
+        if size:
+            loop.call_later(BRISK if size >= MUCH else until_delivery(), self._on_printed)
+        else:
+            loop.add_reader(self._pipe, self._on_printed)
+
+    def _read_output(self) -> int:
+        """Forwards the output of one read of the worker's pipe; returns its size."""
+        data = _read(self._pipe)
+        if data is not None:
+            self.output.feed(data, final=not data)
+        return len(data or b"")
+
+    def drain(self) -> list[str]:
+        """Forwards what the worker has printed and reported until now; returns its last lines, oldest first."""
+        for _ in range(DRAIN_READS):
+            if not self._read_output():
+                break
+        self.send_reports()
+        return self.output.tail
 
 
-def _start_worker(
-    config: dict[str, Any], local_rank: int, stdio: tuple[int, int, int], control: int, stack: int
-) -> int:
-    """Starts a worker process: a fork if this agent has torch loaded, else a fresh interpreter."""
-    agent = os.getpid()
+def _reports_file(scratch: str) -> int:
+    """Returns a file for the reports of a rank, which only the descriptor names: in memory, where the system can."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("rankzero-reports")
+    with tempfile.TemporaryFile(dir=scratch) as file:
+        return os.dup(file.fileno())
+
+
+def _read(source: IO[bytes]) -> bytes | None:
+    """Reads once from a pipe: None if no data is available, empty bytes at the end of file."""
+    try:
+        data = source.read(READ_SIZE)
+    except (OSError, ValueError):
+        data = b""
+    if data == b"" and not source.closed:
+        asyncio.get_running_loop().remove_reader(source)
+        source.close()
+    return data
+
+
+def _start_worker(config: dict[str, Any], stdio: tuple[int, int, int], descriptors: tuple[int, int]) -> int:
+    """Starts a worker process: a fork if this agent has torch loaded, else a fresh interpreter.
+
+    Args:
+        config: The agent's configuration.
+        stdio: Descriptors that become its standard input, output and error.
+        descriptors: Those of its control socket, and of the file for its reports.
+    """
+    arguments = *descriptors, os.getpid(), config["exit_timeout"]
     if "torch" in sys.modules:
 
         def main() -> None:
-            forked.forget()
-            worker.main(control, stack, agent, config["exit_timeout"])
+            forks.forget()
+            worker.main(*arguments)
 
-        return forked.fork(
-            main,
-            env=environment(config),
-            stdio=stdio,
-            keep=(control, stack),
-        )
-    arguments = map(str, (control, stack, agent, config["exit_timeout"]))
+        return forks.fork(main, env=environment(config), stdio=stdio, keep=descriptors)
     process = subprocess.Popen(
-        [sys.executable, "-c", _BOOTSTRAP, config["code_path"], *arguments],
+        [sys.executable, "-c", _BOOTSTRAP, config["code_path"], *map(str, arguments)],
         stdin=stdio[0],
         stdout=stdio[1],
         stderr=stdio[2],
-        pass_fds=[control, stack],
+        pass_fds=descriptors,
         start_new_session=True,
         env=environment(config),
     )
@@ -194,30 +254,20 @@ def environment(config: dict[str, Any]) -> dict[str, str]:
     env.update(config["env"])
     # torchrun sets it too, unless the user did.
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    return {**env, **visible_gpus(config["gpus"] if config["use_gpu"] else [], env)}
+    return env | visible_gpus(config["gpus"] if config["use_gpu"] else [], env)
 
 
 def visible_gpus(gpus: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that limit a rank to the GPUs of its task.
-
-    Args:
-        gpus: Ids of the GPUs.
-        env: The environment so far: AMD's variable is set only if it is there.
-    """
-    ids = ",".join(gpus)
+    """Returns the variables that limit a rank to the GPUs of its task; AMD's only if ``env`` has it."""
     # AMD's driver reads CUDA's variable, unless its own is set.
-    found = {"CUDA_VISIBLE_DEVICES": ids} | ({"HIP_VISIBLE_DEVICES": ids} if "HIP_VISIBLE_DEVICES" in env else {})
+    names = {"CUDA_VISIBLE_DEVICES", *{"HIP_VISIBLE_DEVICES"} & env.keys()}
     # Intel's variable takes numbers only; an empty value would select all GPUs.
-    return found | ({"ZE_AFFINITY_MASK": ids} if gpus and all(map(str.isdecimal, gpus)) else {})
+    names |= {"ZE_AFFINITY_MASK"} if gpus and all(map(str.isdecimal, gpus)) else set()
+    return dict.fromkeys(names, ",".join(gpus))
 
 
 def rank_environment(context: dict[str, Any], config: dict[str, Any]) -> dict[str, str]:
-    """Returns the variables that ``init_process_group`` and libraries above it read: all those that torchrun sets.
-
-    Args:
-        context: The fields of the rank's `rankzero.train.TrainContext`.
-        config: The agent's configuration.
-    """
+    """Returns the variables of a rank, for its context and the agent's configuration: all those that torchrun sets."""
     rank, world_size, chosen = str(context["rank"]), str(context["world_size"]), {**os.environ, **config["env"]}
     return {
         "RANK": rank,

@@ -1,8 +1,9 @@
 """The agent's main loop: starts the workers of one task, forwards their messages and output, and ends them.
 
-One event loop, and one thread that reads large files. The agent ends when the driver asks for it, when the driver is
-lost for good, or when the task process that started it has exited (end of file on standard input, and a pidfd where
-there is one). It always ends every descendant. The driver's `Assign` numbers the ranks; until then they import torch.
+One event loop, and threads that read large files and sample the host. The agent ends when the driver asks for it, when
+the driver is lost for good, or when the task process that started it has exited (end of file on standard input, and a
+pidfd where there is one). It always ends every descendant. The driver's `Assign` numbers the ranks; until then they
+import torch.
 """
 
 from __future__ import annotations
@@ -20,80 +21,75 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from rankzero import bounds
-from rankzero.agent.ending import Ending
-from rankzero.agent.forwarder import READ_SIZE, Forwarder
-from rankzero.agent.inputs import InputError, Inputs
-from rankzero.agent.output import Outbox
-from rankzero.agent.ranks import Rank, rank_environment
+from rankzero.agent.inputs import Inputs
+from rankzero.agent.ranks import Rank, rank_environment, until_delivery
 from rankzero.channel import messages
 from rankzero.channel.client import Driver
+from rankzero.channel.connection import Connection
 from rankzero.channel.messages import Message, MessageError
-from rankzero.errors import PREEMPTED
+from rankzero.errors import LOST, PREEMPTED
 from rankzero.host import network, processes
-from rankzero.host.processes import (
-    allow_open_files,
-    settle_signals,
-    signal_name,
-    watcher_of,
-)
+from rankzero.host.processes import allow_open_files, settle_signals, watcher_of
 from rankzero.host.usage import UsageSampler
 from rankzero.threads import ActionThread, reply_of
+from rankzero.worker.call import cut_off_message
 
 AGENT_CONNECT_TIMEOUT = bounds.stretched(20.0)  # For an agent to find a driver that proves the secret
-STACKS_TIMEOUT = bounds.stretched(2.0)  # For workers to write their stacks
+WORKER_EXIT_MARGIN = bounds.stretched(4.0)  # To exit for a rank whose exit_timeout is over
 STOPPED_LINES_TIMEOUT = bounds.stretched(1.5)  # To deliver the last lines after a failure or a cancel
 LAST_LINES_TIMEOUT = bounds.stretched(600.0)  # The same after a success
 
 
 class Agent:
-    """The workers of one task and the channel to the driver."""
+    """The workers of one task and the channel to the driver.
+
+    Attributes:
+        lost: The reason for which the connection to the driver has ended.
+        has_failed: True if that was too early.
+    """
 
     def __init__(self, config: dict[str, Any]) -> None:
         """Starts the workers, which may be forks: there must be neither an event loop nor a thread yet."""
         self._config = config
-        self._outbox = Outbox(config["scratch"])
+        self._scratch: str = config["scratch"]
         processes.become_subreaper()
         # The task process may be killed first; then only this lock shows that the directories are in use.
-        self._locks = [_locked(place) for place in (config["scratch"], config["temporary"]) if place]
-        self._ranks = [Rank(local_rank, config, self._outbox) for local_rank in range(config["workers"])]
+        self._locks = [_locked(place) for place in (self._scratch, config["temporary"]) if place]
+        self._ranks = [Rank(local_rank, config) for local_rank in range(config["workers"])]
+        self._connection: Connection | None = None
         self._caller_lives = watcher_of(config.get("caller"))
         self._inputs: Inputs | None = None
         self._reader = ActionThread("rankzero-inputs")
         self._tasks: set[asyncio.Task[None]] = set()
+        self._transfers: dict[str, asyncio.Task[None]] = {}
+        # How the ranks end: asked to exit; before all had committed; since the task process has exited; as agreed.
+        self._is_ending = self._is_early = self._is_orphaned = self._is_agreed = False
+        self._complete = asyncio.Event()
+        self._stop_by = float("inf")
+        self._kill: asyncio.TimerHandle | None = None
+        self._patience: asyncio.Timeout | None = None
         self.lost: str | None = None
-        """The reason for which the connection to the driver has ended."""
         self.has_failed = False
-        """True if that was too early."""
 
     async def run(self) -> None:
         """Runs until every descendant of this process has ended, and the driver has what they sent."""
         hosts, port = self._config["driver"]
-        certificate = base64.b64decode(self._config["certificate"]) if self._config.get("certificate") else None
+        certificate = base64.b64decode(self._config.get("certificate") or "") or None
         self._driver = Driver(hosts, port, self._config["secret"], certificate)
-        grace, exit_timeout = self._config["grace"], self._config["exit_timeout"]
-        self._ending = Ending(self._ranks, self._outbox, grace, exit_timeout)
-        self._forwarder = Forwarder(self._driver, self._config["task"], self._ending, self._config["scratch"])
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGCHLD, self._collect)
-        what = "it got SIGTERM: the cluster takes the place back"
-        loop.add_signal_handler(signal.SIGTERM, lambda: self._ending.leave(what, PREEMPTED))
-        loop.add_reader(sys.stdin.fileno(), self._on_stdin)
         self._watch_processes()
-        for rank in self._ranks:
-            self._forwarder.listen(rank)
-        self._join()
+        self._following = self._do(self._follow_driver())
         try:
-            self._following = self._do(self._follow_driver())
-            self._do(self._outbox.pump())
-            self._do(self._forwarder.upload())
-            self._collect()
-            await self._ending.complete.wait()
+            await self._complete.wait()
         finally:
             await self._end_everything()
+
+    def _send(self, message: Message) -> None:
+        if self._connection:
+            self._connection.send(message)
 
     def _do(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -110,7 +106,24 @@ class Agent:
 
     # -- the driver ----------------------------------------------------------------------------
 
-    def _join(self) -> None:
+    async def _follow_driver(self) -> None:
+        """Finds the driver and handles its messages, until either end closes the connection."""
+        timeout = self._config.get("connect_timeout") or AGENT_CONNECT_TIMEOUT()
+        try:
+            self._connection = connection = await self._driver.find(self._config["task"], timeout)
+            self._do(connection.keep("the driver", self._driver_lives))
+            self._join(connection)
+            async for message, _ in connection.messages():
+                self._on_message(message)
+            why = "the driver closed the channel"
+        except (OSError, MessageError) as error:
+            why = str(error) or type(error).__name__
+        self.lost = (self._connection and self._connection.reason) or why
+        self._stop()
+        self._release()
+
+    def _join(self, connection: Connection) -> None:
+        """Announces this agent, and begins to forward what its ranks send and print, also before."""
         hosts, port = self._config["driver"]
         join = messages.Join(
             host=self._config["host"],
@@ -121,24 +134,13 @@ class Agent:
             gpus=self._config["gpus"],
             workers=len(self._ranks),
         )
-        self._outbox.send(join)
-
-    async def _follow_driver(self) -> None:
-        """Finds the driver and handles its messages, until either end closes the connection."""
-        timeout = self._config.get("connect_timeout") or AGENT_CONNECT_TIMEOUT()
-        connection = None
-        try:
-            connection = await self._driver.find(self._config["task"], timeout)
-            self._outbox.attach(connection)
-            self._do(self._driver.keep(connection, self._driver_lives))
-            async for message, _ in connection.messages():
-                self._on_message(message)
-            why = "the driver closed the channel"
-        except (OSError, MessageError) as error:
-            why = str(error) or type(error).__name__
-        self.lost = (connection and connection.reason) or why
-        self._ending.stop()
-        self._ending.release()
+        connection.send(join)
+        for rank in self._ranks:
+            rank.listen(connection, self._on_rank_message)
+            self._do(rank.output.pump())
+        self._do(self._send_reports())
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._collect)
+        self._collect()
 
     async def _driver_lives(self) -> bool:
         """Returns True while a silent driver lives and has the run: it may have been stopped, and another submitted."""
@@ -146,30 +148,25 @@ class Agent:
         return self._caller_lives() and (inputs is None or not await reply_of(self._reader.submit(inputs.is_ended)))
 
     def _on_message(self, message: Message) -> None:
-        if isinstance(message, messages.Assign):
-            if message.sample_usage:
-                self._do(self._sample_usage())
-            self._do(self._start(message))
-        elif isinstance(message, (messages.Go, messages.Committed, messages.NotCommitted)):
-            for rank in self._ranks:
-                rank.tell(message)
-        elif isinstance(message, messages.Dump):
-            self._do(self._send_stacks(quiet=message.quiet))
-        elif isinstance(message, messages.Stop):
-            for rank in self._ranks:
-                # A rank may just have reported a checkpoint that it is writing.
-                self._forwarder.drain(rank, self._forwarder.on_control)
-            # A rank that has ended before may be the first cause of what the driver has judged.
-            self._collect()
-            self._ending.stop(message.grace)
-        elif isinstance(message, messages.End):
-            with contextlib.suppress(OSError):
-                open(os.path.join(self._config["scratch"], "agreed"), "w").close()
-            self._ending.await_exits()
+        match message:
+            case messages.Assign():
+                if message.sample_usage:
+                    self._do(self._sample_usage())
+                self._do(self._start(message))
+            case messages.Stop():
+                self._stop(message.grace)
+            case messages.End():
+                with contextlib.suppress(OSError):
+                    open(os.path.join(self._scratch, "agreed"), "w").close()
+                self._await_exits()
+            case messages.Go() | messages.Committed() | messages.Lost() | messages.Dump():
+                for rank in self._ranks:
+                    if rank.outcome is None:
+                        rank.tell(message)
 
     async def _start(self, assigned: messages.Assign) -> None:
         """Gets the files of the ranks, and gives the ranks their work. A thread reads files, which may be large."""
-        digests, scratch = self._driver.digests, self._config["scratch"]
+        digests, scratch = self._driver.digests, self._scratch
         inputs = self._inputs = await reply_of(self._reader.submit(lambda: Inputs(assigned, digests, scratch)))
         for name, path in inputs.missing.items():
             try:
@@ -179,102 +176,177 @@ class Agent:
                 kind = "rankzero.errors.ResultError"
                 self._ranks[0].send(messages.Failed(time.time(), exception_type=kind, message=text, exit_code=1))
                 return
-        try:
-            common = await reply_of(self._reader.submit(lambda: inputs.message(self._config["ports"])))
-        except InputError as error:
-            sys.exit(f"on {socket.gethostname()}: {error}")
+        common = await reply_of(self._reader.submit(lambda: inputs.message(self._config["ports"])))
         self._ranks[0].output.add(self._config["notes"])
         for rank in self._ranks:
             context = inputs.context(rank.local_rank, len(self._ranks), self._config["use_gpu"])
             env = rank_environment(context, self._config)
             rank.tell(dataclasses.replace(common, context=context, env=env))
 
-    async def _send_stacks(self, *, quiet: bool) -> None:
-        for rank in self._ranks:
-            rank.ask_for_stack(quiet=quiet)
-        await asyncio.sleep(STACKS_TIMEOUT())
-        for rank in self._ranks:
-            rank.send(rank.stack(quiet=quiet))
-
     async def _sample_usage(self) -> None:
+        thread = ActionThread("rankzero-usage")
         usage = UsageSampler(use_gpu=self._config["use_gpu"], now=time.monotonic())
         while True:
             await asyncio.sleep(usage.next_at - time.monotonic())
-            if sample := usage.sample(time.monotonic()):
-                self._outbox.send(messages.Usage(sample))
+            sample = await reply_of(thread.submit(lambda: usage.sample(time.monotonic())))
+            self._send(messages.Usage(sample))
 
-    # -- ending --------------------------------------------------------------------------------
-
-    def _watch_processes(self) -> None:
-        """Ends the agent with its zygote, and with the process that holds it."""
-        loop = asyncio.get_running_loop()
-        if "zygote" in self._config:
-            # A child that the holder has forked may keep the zygote's standard input open, or the zygote may hang.
-            owner, zygote = self._config["owner"], os.pidfd_open(self._config["zygote"])
-            loop.add_reader(owner, self._on_end_of, owner, self._ending.orphan)
-            loop.add_reader(zygote, self._on_end_of, zygote, self._on_zygote)
-        if hasattr(os, "pidfd_open"):
-            # The kernel reports the exit of a rank even if the user's libraries change the handling of SIGCHLD.
+    async def _send_reports(self) -> None:
+        while True:
+            await asyncio.sleep(until_delivery())
             for rank in self._ranks:
-                ended = os.pidfd_open(rank.pid)
-                loop.add_reader(ended, self._on_end_of, ended, self._collect)
+                rank.send_reports()
 
-    def _on_end_of(self, watched: int, then: Callable[[], None]) -> None:
-        asyncio.get_running_loop().remove_reader(watched)
-        os.close(watched)
-        then()
+    # -- the ranks -----------------------------------------------------------------------------
 
-    def _on_zygote(self) -> None:
-        """Kills all descendants because the zygote died: later no process could find them."""
-        self._ending.orphan()
-        self._ending.stop(0.0)
+    def _on_rank_message(self, rank: Rank, message: Message) -> None:
+        match message:
+            case messages.Transfer():
+                self._do(self._transfer(rank, message))
+            case messages.Finished():
+                rank.outcome = message
+                # What the rank printed and reported before it committed must appear before that.
+                rank.drain()
+                rank.send(message)
+                self._release()
+            case messages.Failed():
+                rank.outcome, tail = message, rank.drain()
+                # A failure after SIGTERM is not the cause of the run's end.
+                is_secondary = message.collateral or self._is_early
+                rank.send(dataclasses.replace(message, log_tail=tail, collateral=is_secondary))
+            case _:
+                rank.send(message)
 
-    def _on_stdin(self) -> None:
-        if not os.read(sys.stdin.fileno(), READ_SIZE):
-            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-            self._ending.orphan()
+    async def _transfer(self, rank: Rank, request: messages.Transfer) -> None:
+        """Sends a file of a rank to the driver, or fetches one, once for all ranks that request it."""
+        name, path, sends = request.name, request.path or os.path.join(self._scratch, request.name), bool(request.path)
+        if name not in self._transfers:
+            transfer = self._driver.put if sends else self._driver.fetch
+            self._transfers[name] = asyncio.create_task(transfer(name, path))
+        try:
+            await self._transfers[name]
+        except OSError as error:
+            self._transfers.pop(name, None)
+            rank.tell(messages.Transferred(name, error=str(error)))
+        else:
+            rank.tell(messages.Transferred(name, path))
 
     def _collect(self) -> None:
         """Reaps exited children: ranks, and orphans that were re-parented to this process."""
         for pid, status in processes.ended_children():
             for rank in self._ranks:
                 if rank.pid == pid:
-                    self._on_exit(rank, status)
+                    rank.note_exit(status, was_asked=self._is_ending)
+        if self._is_ending and not any(rank.alive for rank in self._ranks):
+            self._complete.set()
 
-    def _on_exit(self, rank: Rank, status: int) -> None:
-        rank.alive = False
-        self._forwarder.drain(rank, self._forwarder.on_control)
-        self._forwarder.drain(rank, self._forwarder.on_output)
-        code = os.waitstatus_to_exitcode(status)
-        if rank.outcome is None and self._ending.has_begun:
-            # Ranks of other agents may wait for this one to exit.
-            rank.send(messages.Exited())
-        elif rank.outcome is None:
-            how = {"exit_code": code} if code >= 0 else {"signal": signal_name(-code)}
-            rank.send(messages.Failed(time.time(), log_tail=rank.output.tail, **how))
-        self._ending.check()
+    # -- ending --------------------------------------------------------------------------------
+
+    def _watch_processes(self) -> None:
+        """Ends the agent with its zygote, with the process that holds it, and at a SIGTERM."""
+        loop = asyncio.get_running_loop()
+        what = "it got SIGTERM: the cluster takes the place back"
+        loop.add_signal_handler(signal.SIGTERM, lambda: self._leave(what, PREEMPTED))
+        watched = [sys.stdin.fileno()]
+        if "zygote" in self._config:
+            # A child that the holder has forked may keep the zygote's standard input open, or the zygote may hang.
+            watched += [self._config["owner"], os.pidfd_open(self._config["zygote"])]
+        for descriptor in watched:
+            # At its end of file: nothing is sent.
+            loop.add_reader(descriptor, self._orphan, descriptor)
+
+    def _orphan(self, watched: int) -> None:
+        """Stops the ranks because a process has exited that started or holds this agent."""
+        asyncio.get_running_loop().remove_reader(watched)
+        if not self._is_orphaned:
+            self._is_orphaned = True
+            self._leave("the process that held its ranks died (executor, driver or JVM)", LOST)
+            self._release()
+
+    def _leave(self, why: str, cause: str) -> None:
+        """Stops the ranks without a request of the driver, and reports the reason to it."""
+        if not self._is_ending:
+            self._send(messages.Leaving(why, cause))
+        self._stop()
+
+    def _release(self) -> None:
+        """Lets the ranks that have committed exit, if there is no driver: waiting for their peers is of no use then."""
+        for rank in self._ranks:
+            if (self.lost or self._is_orphaned) and isinstance(rank.outcome, messages.Finished):
+                rank.tell(messages.End())
+
+    def _stop(self, grace: float | None = None) -> None:
+        """Sends SIGTERM now and SIGKILL after ``grace`` seconds; a second call can only shorten the grace."""
+        if not self._connection:
+            # There is nothing to save.
+            self._complete.set()
+            return
+        if not self._is_ending:
+            # A rank that has failed or ended before may be the first cause of what the driver has judged.
+            for rank in self._ranks:
+                rank.read_messages()
+            self._collect()
+        self._stop_by = min(self._stop_by, time.monotonic() + (self._config["grace"] if grace is None else grace))
+        was_ending, self._is_ending, self._is_early = self._is_ending, True, True
+        self._kill_at(self._stop_by)
+        self._hurry()
+        for rank in self._ranks if not was_ending else ():
+            rank.kill(signal.SIGTERM)
+        self._collect()
+
+    def _await_exits(self) -> None:
+        """Lets all ranks run their exit handlers and exit, once each has finished; a `stop` keeps its grace."""
+        self._is_ending = self._is_agreed = True
+        for rank in self._ranks:
+            rank.tell(messages.End())
+        if not self._is_early:
+            self._kill_at(time.monotonic() + self._config["exit_timeout"] + WORKER_EXIT_MARGIN())
+        self._collect()
+
+    def _kill_at(self, when: float) -> None:
+        if self._kill:
+            self._kill.cancel()
+        self._kill = asyncio.get_running_loop().call_at(when, self._kill_all)
+
+    def _kill_all(self) -> None:
+        for rank in self._ranks:
+            if rank.alive and not self._is_early:
+                rank.output.add([cut_off_message(self._config["exit_timeout"], "native code that holds the GIL")])
+            rank.kill(signal.SIGKILL)
 
     async def _end_everything(self) -> None:
         """Kills what ranks have left, and delivers the last lines and files."""
-        self.has_failed = self.lost is not None and not (self._ending.is_orphaned or self._ending.is_agreed)
+        self.has_failed = self.lost is not None and not (self._is_orphaned or self._is_agreed)
         processes.kill_descendants(groups=[rank.pid for rank in self._ranks])
+        if not self._connection:
+            return
         for rank in self._ranks:
             # Every child that kept the pipe open has exited, so it can be read to its end.
-            self._forwarder.drain(rank, self._forwarder.on_output)
-            rank.output.finish()
-        begun = time.monotonic()
-
-        def deadline() -> float:
-            # A stop, or the death of the task process, may arrive meanwhile.
-            return begun + (STOPPED_LINES_TIMEOUT() if self._ending.is_early else LAST_LINES_TIMEOUT())
-
+            rank.drain()
         if not self.lost:
-            left = deadline() if not self._ending.is_early else max(deadline(), self._ending.stop_by)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._forwarder.uploads.join(), left - time.monotonic())
-            await self._outbox.deliver(deadline)
-            # The driver closes the connection when it has read everything.
+            with contextlib.suppress(OSError):
+                async with asyncio.timeout(LAST_LINES_TIMEOUT()) as self._patience:
+                    self._hurry()
+                    for rank in self._ranks:
+                        await rank.output.send_waiting()
+                    self._say_bye()
+                    # The driver closes the connection when it has read everything.
+                    await asyncio.wait([self._following])
+            # Again if time was short.
+            self._say_bye()
             await asyncio.wait([self._following], timeout=STOPPED_LINES_TIMEOUT())
+
+    def _say_bye(self) -> None:
+        for rank in self._ranks:
+            rank.output.finish()
+        self._send(messages.Bye())
+
+    def _hurry(self) -> None:
+        """Limits the delivery of lines after a stop."""
+        if self._patience and self._is_early:
+            with contextlib.suppress(RuntimeError):
+                # It may be over.
+                self._patience.reschedule(time.monotonic() + STOPPED_LINES_TIMEOUT())
 
 
 def _locked(directory: str) -> int:
@@ -286,16 +358,16 @@ def _locked(directory: str) -> int:
 
 
 def main() -> None:
-    """Entry point of the agent process; its configuration is one line of JSON on standard input."""
+    """Entry point of an agent without a zygote; its configuration is one line of JSON on standard input."""
+    if not (line := sys.stdin.readline()):
+        sys.exit("the process that started this agent died before it sent the configuration")
+    run(json.loads(line))
+
+
+def run(config: dict[str, Any]) -> None:
+    """Runs an agent in this process, whose standard input ends when the process that holds it lets go of it."""
     settle_signals()
-    line = b""
-    while not line.endswith(b"\n"):
-        piece = os.read(sys.stdin.fileno(), READ_SIZE)
-        if not piece:
-            sys.exit("the process that started this agent died before it sent the configuration")
-        line += piece
     allow_open_files()
-    config = json.loads(line)
     os.environ.update(bounds.environment(config["env"]))
     agent = Agent(config)
     try:

@@ -21,16 +21,17 @@ import contextlib
 import hashlib
 import hmac
 import json
+import os
 import secrets
-import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from functools import partial
 from typing import IO
 
 from rankzero import bounds
 from rankzero.channel.messages import Decoder, Message, Ping, encode
 from rankzero.host.network import tune
+from rankzero.threads import ActionThread, reply_of
 
 PING_INTERVAL = 1.0  # Between two signs of life of each end
 CONNECT_TIMEOUT = bounds.stretched(5.0)  # For a name to be resolved, and for a connection to be made
@@ -39,29 +40,10 @@ CHUNK = 1 << 20  # Bytes of a file that are read or written together
 READ_SIZE = 256 << 10  # Most bytes that are read from a connection together, and that it buffers before it is read
 LINE_LIMIT = 4096  # Most bytes of a request, or of an answer
 _SIZE = 32
-_TCP_RTO_MAX_MS = 44  # tcp(7), Linux 6.15: the longest pause between two retransmissions
-_RETRANSMIT_EVERY = 2000  # Milliseconds, so that a connection resumes soon after a cut of the network
 
 
 class ChannelError(ConnectionError):
     """The other end has not proved the secret, refuses a request, or breaks the channel's rules."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The time limits of a channel, in seconds.
-
-    Attributes:
-        ping: Between two signs of life of each end.
-        silence: Without a byte, after which the other end is lost.
-        handshake: For both ends of a new connection to prove the secret.
-        connect: For a name to be resolved, and for a connection to be made.
-    """
-
-    ping: float = PING_INTERVAL
-    silence: float = field(default_factory=bounds.CONNECTION_LOST_AFTER)
-    handshake: float = field(default_factory=HANDSHAKE_TIMEOUT)
-    connect: float = field(default_factory=CONNECT_TIMEOUT)
 
 
 def new_secret() -> str:
@@ -70,29 +52,22 @@ def new_secret() -> str:
 
 
 class Connection:
-    """A connection, for which `prove` and `admit` are the two ends of the proof."""
+    """A connection, for which `prove` and `admit` are the two ends of the proof.
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limits: Limits) -> None:
-        """Takes a connection that is made.
+    Attributes:
+        received_at: Monotonic time at which bytes were last received.
+        reason: The reason for which this end has closed the connection.
+    """
 
-        Args:
-            reader: Its incoming half.
-            writer: Its outgoing half.
-            limits: Time limits.
-        """
-        self._limits = limits
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
         self.received_at = time.monotonic()
-        """Monotonic time at which bytes were last received."""
         self.reason: str | None = None
-        """The reason for which this end has closed the connection."""
-        connection: socket.socket = writer.get_extra_info("socket")
         with contextlib.suppress(OSError):
-            tune(connection)
-            connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _RETRANSMIT_EVERY)
+            tune(writer.get_extra_info("socket"))
 
-    # -- the proof -----------------------------------------------------------------------------
+    # -- the proof, and requests ---------------------------------------------------------------
 
     async def prove(self, secret: str) -> dict[str, str]:
         """Proves the secret to the driver, and returns its digests after it has done the same.
@@ -101,15 +76,14 @@ class Connection:
             ChannelError: the other end does not have the secret.
             OSError: the connection ended.
         """
+        mine = secrets.token_bytes(_SIZE)
         try:
-            return await self._prove(secret)
+            theirs = await self._reader.readexactly(_SIZE)
+            self._writer.write(mine + _proof(secret, b"agent", theirs, mine))
+            proof = await self._reader.readexactly(_SIZE)
         except asyncio.IncompleteReadError:
             raise ChannelError("the connection was closed before the driver had proved the run's secret") from None
-
-    async def _prove(self, secret: str) -> dict[str, str]:
-        theirs, mine = await self._reader.readexactly(_SIZE), secrets.token_bytes(_SIZE)
-        self._writer.write(mine + _proof(secret, b"agent", theirs, mine))
-        proof, digests = await self._reader.readexactly(_SIZE), await self.read_line(self._limits.handshake)
+        digests = await self.read_line(HANDSHAKE_TIMEOUT())
         if not hmac.compare_digest(proof, _proof(secret, b"driver", mine, theirs, digests.encode())):
             raise ChannelError("the process at this address did not prove the run's secret")
         found: dict[str, str] = json.loads(digests)
@@ -129,11 +103,13 @@ class Connection:
             raise ChannelError("a stranger: it did not prove the run's secret")
         self._writer.write(_proof(secret, b"driver", theirs, mine, line) + line + b"\n")
 
-    # -- requests ------------------------------------------------------------------------------
-
     async def request(self, line: str, seconds: float) -> str:
         """Sends a line, and returns what follows ``ok`` in the answer. Raises ChannelError if the driver refuses it."""
         self.write(line.encode() + b"\n")
+        return await self.answer(seconds)
+
+    async def answer(self, seconds: float) -> str:
+        """Returns what follows ``ok`` in the driver's next line. Raises ChannelError if it begins with another word."""
         answer = await self.read_line(seconds)
         if not answer.startswith("ok"):
             raise ChannelError(answer or "the connection was closed")
@@ -190,9 +166,27 @@ class Connection:
                 await room()
                 self.received_at = time.monotonic()
 
-    def is_silent(self, now: float) -> bool:
-        """Returns True if nothing was received for `Limits.silence`."""
-        return now - self.received_at >= self._limits.silence
+    async def keep(self, other: str, lives: Callable[[], Awaitable[bool]] | None = None) -> None:
+        """Sends signs of life, and ends the connection when the other end sends none. Never returns.
+
+        This process may have stood still, under a debugger or on a starved host, and could not read what had arrived.
+        Then the other end has its whole time again.
+
+        Args:
+            other: The name of the other end, for `reason`.
+            lives: Returns True while the kernel of this host reports that the other process lives: then one that
+                sends nothing is paused, not lost.
+        """
+        while True:
+            before = time.monotonic()
+            self.send(Ping())
+            await asyncio.sleep(PING_INTERVAL)
+            now = time.monotonic()
+            is_silent = now - self.received_at >= bounds.CONNECTION_LOST_AFTER()
+            if now - before > 2 * PING_INTERVAL or (is_silent and lives and await lives()):
+                self.received_at = now
+            elif is_silent:
+                self.abort(f"nothing was received from {other} for {now - self.received_at:.0f} s")
 
     def close(self) -> None:
         """Closes the connection after all written bytes have been sent."""
@@ -203,60 +197,50 @@ class Connection:
         self.reason = self.reason or reason
         self._writer.transport.abort()
 
-    # -- files ---------------------------------------------------------------------------------
+    # -- files, which a thread reads and writes: a disk may hang ---------------------------------
 
-    async def send_file(self, size: int, read: Callable[[], Awaitable[bytes]]) -> None:
-        """Sends a file of this size, and its sha256.
-
-        Args:
-            size: Its size in bytes.
-            read: Returns the next piece of the file, at its end an empty one.
-
-        Raises:
-            OSError: the file has another size, or the connection broke.
-        """
-        digest = hashlib.sha256()
-        while data := await read():
-            size -= len(data)
-            digest.update(data)
-            if size < 0:
-                break
-            self.write(data)
-            async with asyncio.timeout(self._limits.silence):
-                await self.drain()
+    async def send_file(self, file: IO[bytes], size: int) -> None:
+        """Sends an open file of this size, and its sha256; closes the file. Raises OSError if it has another size."""
+        digest, thread = hashlib.sha256(), ActionThread("rankzero-files")
+        try:
+            while size and (data := await reply_of(thread.submit(partial(file.read, min(size, CHUNK))))):
+                size -= len(data)
+                digest.update(data)
+                self.write(data)
+                async with asyncio.timeout(bounds.CONNECTION_LOST_AFTER()):
+                    await self.drain()
+        finally:
+            thread.submit(file.close)
+            thread.end()
         if size:
             raise OSError("the file changed while it was read")
         self.write(digest.hexdigest().encode() + b"\n")
 
-    async def receive_file(self, size: int, write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Receives a file of this size.
-
-        Args:
-            size: Its size in bytes.
-            write: Receives each piece.
-
-        Raises:
-            OSError: the connection broke, or other bytes arrived than were sent.
-        """
-        digest = hashlib.sha256()
-        while size:
-            async with asyncio.timeout(self._limits.silence):
-                data = await self._reader.read(min(size, CHUNK))
-            if not data:
-                raise ChannelError("the connection was closed before the end of the file")
-            size -= len(data)
-            digest.update(data)
-            await write(data)
-        if await self.read_line(self._limits.silence) != digest.hexdigest():
-            raise ChannelError("the file was damaged on its way")
+    async def receive_file(self, path: str, size: int) -> None:
+        """Receives a file of this size. Raises OSError, and leaves no file, if it cannot be written or is damaged."""
+        digest, thread, timeout = hashlib.sha256(), ActionThread("rankzero-files"), bounds.CONNECTION_LOST_AFTER()
+        try:
+            file: IO[bytes] = await reply_of(thread.submit(lambda: open(path, "wb")))
+            try:
+                while size:
+                    async with asyncio.timeout(timeout):
+                        data = await self._reader.read(min(size, CHUNK))
+                    if not data:
+                        raise ChannelError("the connection was closed before the end of the file")
+                    size -= len(data)
+                    digest.update(data)
+                    await reply_of(thread.submit(partial(file.write, data)))
+            finally:
+                # A file server may report a full disk only now.
+                await reply_of(thread.submit(file.close))
+            if await self.read_line(timeout) != digest.hexdigest():
+                raise ChannelError("the file was damaged on its way")
+        except BaseException:
+            thread.submit(partial(os.unlink, path))
+            raise
+        finally:
+            thread.end()
 
 
 def _proof(secret: str, role: bytes, *parts: bytes) -> bytes:
     return hmac.digest(bytes.fromhex(secret), role + b"".join(parts), "sha256")
-
-
-def write_all(file: IO[bytes], data: bytes) -> None:
-    """Writes to an unbuffered file, which may take a part of the bytes only."""
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]

@@ -1,7 +1,9 @@
 """The messages of driver, agents and ranks: one class for each kind, and its form on the wire.
 
 On the wire a message is a line of JSON: ``[kind, local rank, fields]``. An agent adds the local rank of the sender to
-the messages of its ranks; it is null in all others. Standard library only: this module travels to executors.
+the messages of its ranks; it is null in all others. In this order: what agents send to the driver, what ranks send
+(`Transfer` to their agent), what the driver sends, what an agent sends to its ranks, and what both ends send. Standard
+library only: this module travels to executors.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any
 
 LINE_MAX = 64 << 20  # Most bytes of one message
 
@@ -17,9 +19,7 @@ KINDS: dict[str, type[Message]] = {}
 """The class of each kind of message."""
 
 NEVER = sys.maxsize
-"""Number in `NotCommitted` that is greater than that of any checkpoint."""
-
-M = TypeVar("M", bound="Message")
+"""Number in `Lost` that is greater than that of any checkpoint."""
 
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -31,34 +31,16 @@ class MessageError(ValueError):
 class Message:
     """The base of all messages, which are frozen dataclasses."""
 
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and vars(self) == vars(other)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+    def __init_subclass__(cls) -> None:
+        KINDS[cls.__name__] = cls
 
     def facts(self) -> dict[str, Any]:
         """Returns the fields whose value is not None."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def kind(cls: type[M]) -> type[M]:
-    """Makes a class a kind of message. `Message` has what each of them would otherwise compile at its import."""
-    KINDS[cls.__name__] = made = dataclass(frozen=True, eq=False, repr=False)(cls)
-    return made
-
-
 def encode(message: Message, local_rank: int | None = None) -> bytes:
-    """Returns the line of a message.
-
-    Args:
-        message: The message.
-        local_rank: The rank that sent it, if an agent forwards it.
-
-    Raises:
-        MessageError: it is too long.
-    """
+    """Returns the line of a message, with the local rank of its sender. Raises MessageError if it is too long."""
     line = _to_json([type(message).__name__, local_rank, vars(message)]).encode() + b"\n"
     if len(line) > LINE_MAX:
         raise MessageError(f"a message of {len(line)} bytes is over the limit of {LINE_MAX}")
@@ -97,10 +79,7 @@ class Decoder:
         return [decode(line) for line in lines]
 
 
-# -- an agent to the driver ------------------------------------------------------------------------
-
-
-@kind
+@dataclass(frozen=True)
 class Join(Message):
     """An agent has started its workers, which import torch, and waits for its ranks."""
 
@@ -113,7 +92,7 @@ class Join(Message):
     workers: int
 
 
-@kind
+@dataclass(frozen=True)
 class Leaving(Message):
     """An agent stops its ranks although the driver has not asked for it; ``cause`` decides about a restart."""
 
@@ -121,87 +100,71 @@ class Leaving(Message):
     cause: str
 
 
-@kind
+@dataclass(frozen=True)
 class Usage(Message):
     """A sample of the CPU, memory, network and GPUs of an agent's host (`rankzero.host.usage`)."""
 
     sample: dict[str, Any]
 
 
-@kind
+@dataclass(frozen=True)
 class Log(Message):
     """Lines that a rank printed."""
 
     lines: list[str]
 
 
-@kind
+@dataclass(frozen=True)
 class Stack(Message):
-    """The reply to `Dump`.
-
-    Attributes:
-        text: The stack of the rank, or a text that says why there is none.
-        cpu: Processor seconds that the rank has used; None if it is not known.
-    """
+    """The reply to `Dump`: the stack of a rank's main thread, and the processor seconds that its process has used."""
 
     text: str
     cpu: float | None = None
 
 
-@kind
-class Exited(Message):
-    """A rank that was asked to stop has exited without an outcome."""
+@dataclass(frozen=True)
+class Reached(Message):
+    """A rank has reached a phase.
+
+    Attributes:
+        phase: ``"ready"``: it has imported torch; ``"entered"``: it calls the user's code; ``"returned"``: that has
+            returned before the rank was asked to stop; ``"exited"``: asked to stop, it has exited without an outcome.
+        values: ``time``, the Unix time; of ``"entered"`` also ``started`` (its process), ``imported`` and ``torch``.
+    """
+
+    phase: str
+    values: dict[str, Any] = field(default_factory=dict)
 
 
-# -- a rank to the driver, through its agent -------------------------------------------------------
-
-
-@kind
-class Ready(Message):
-    """A rank has imported torch."""
-
-
-@kind
+@dataclass(frozen=True)
 class Rendezvous(Message):
     """Rank 0 has bound the port at which the ranks meet."""
 
     port: int
 
 
-@kind
-class Entered(Message):
-    """A rank calls the user's code; the Unix times are those of its process's start, of torch's import, and now."""
-
-    started: float
-    imported: float
-    time: float
-    torch: str
-
-
-@kind
+@dataclass(frozen=True)
 class Beat(Message):
     """The heartbeat of a rank, with the count of its progress so far."""
 
     progress: int
 
 
-@kind
+@dataclass(frozen=True)
 class Metrics(Message):
     """Reports of a rank: the metrics and the Unix time of each."""
 
     rows: list[tuple[dict[str, Any], float]]
 
 
-@kind
+@dataclass(frozen=True)
 class Part(Message):
     """A rank has written its part of a checkpoint.
 
     Attributes:
-        index: Number of the checkpoint within the attempt.
         shared: True if ``path`` is in the run directory or its object store.
-        pieces: Index of a sharded state.
         has_result: True if this rank had set the value of the run by then: `rankzero.train.set_result`.
-        upload: Name under which the agent sends the part over the channel.
+        upload: Name under which the agent has sent the part over the channel.
     """
 
     id: str
@@ -215,57 +178,44 @@ class Part(Message):
     sharded: bool
     metrics: dict[str, Any]
     time: float
-    pieces: str | None = None
     has_result: bool = False
     upload: str | None = None
 
 
-@kind
-class PartFailed(Message):
-    """A rank could not write its part of a checkpoint."""
+@dataclass(frozen=True)
+class Lost(Message):
+    """A checkpoint will not be committed. To ranks, `NEVER` means that no later one will be, either."""
 
     index: int
 
 
-@kind
+@dataclass(frozen=True)
 class Damaged(Message):
     """A rank has found that a file of a committed checkpoint is not the one that was written."""
 
     id: str
 
 
-@kind
-class Returned(Message):
-    """The user's code has returned in a rank, before the rank was asked to stop."""
-
-    time: float
-
-
-@kind
+@dataclass(frozen=True)
 class Finished(Message):
     """A rank has written everything that the run needs from it.
 
-    Attributes:
-        result: The value of rank 0: ``format``, ``size``, ``digest``, ``path`` of its file, ``summary``; and ``value``
-            if it is small JSON.
+    The value of rank 0 has ``format``, ``size``, ``digest``, ``path``, ``summary``; and ``value`` if it is small JSON.
     """
 
     time: float
     result: dict[str, Any] | None = None
 
 
-@kind
+@dataclass(frozen=True)
 class Failed(Message):
     """The facts about a rank that has failed.
 
     Attributes:
-        exception_type: None if the process died without an exception.
-        exit_code: Exit code of the process; None if a signal ended it.
         collateral: True if the exception looks like a consequence of another rank's death.
         cause: ``"no-torch"`` or None.
         retryable: True if the user's code asked for another attempt.
         matched: The entry of the job's ``restart_on`` that the exception matches; None if no entry does.
-        log_tail: The last lines that the rank printed, oldest first.
     """
 
     time: float
@@ -281,27 +231,15 @@ class Failed(Message):
     log_tail: list[str] = field(default_factory=list)
 
 
-# -- a rank to its agent ---------------------------------------------------------------------------
-
-
-@kind
-class PartBegun(Message):
-    """The user's code has reported a checkpoint, and the rank writes its part."""
-
-    index: int
-
-
-@kind
-class Fetch(Message):
-    """A rank requests a file that the driver offers; the reply is `Fetched`."""
+@dataclass(frozen=True)
+class Transfer(Message):
+    """A rank requests a file that the driver offers or, with a path, that its file is sent to the driver."""
 
     name: str
+    path: str = ""
 
 
-# -- the driver to the agents; an agent forwards some of them to its ranks -------------------------
-
-
-@kind
+@dataclass(frozen=True)
 class Assign(Message):
     """The ranks of an agent, and what it needs to start them.
 
@@ -311,19 +249,19 @@ class Assign(Message):
         checkpoint: Manifest of the checkpoint to start from.
     """
 
-    master_addr: str
     run_directory: str
     run_token: str
-    files: dict[str, dict[str, Any]]
-    beat_interval: float
-    context: dict[str, Any]
-    first_rank: int
-    node_rank: int
-    sample_usage: bool
+    master_addr: str = ""
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    beat_interval: float = 0.0
+    context: dict[str, Any] = field(default_factory=dict)
+    first_rank: int = 0
+    node_rank: int = 0
+    sample_usage: bool = False
     checkpoint: dict[str, Any] | None = None
 
 
-@kind
+@dataclass(frozen=True)
 class Go(Message):
     """The addresses and the port of rank 0: the ranks connect, then call the user's code."""
 
@@ -332,96 +270,69 @@ class Go(Message):
     one_host: bool
 
 
-@kind
+@dataclass(frozen=True)
 class Committed(Message):
     """A checkpoint is committed, with the part of its manifest that the ranks of the agent need."""
 
     manifest: dict[str, Any]
 
 
-@kind
-class NotCommitted(Message):
-    """A checkpoint cannot be committed; with `NEVER`, no later one will be."""
-
-    index: int
-
-
-@kind
-class Flush(Message):
-    """Requests the reports that a rank still holds, before the agent stops it; the rank sends it back behind them."""
-
-
-@kind
+@dataclass(frozen=True)
 class Dump(Message):
     """Requests the stacks of all ranks. Their logs show them, too, unless it is ``quiet``."""
 
     quiet: bool = False
 
 
-@kind
+@dataclass(frozen=True)
 class Stop(Message):
     """Stops the ranks: SIGTERM now, SIGKILL after ``grace`` seconds."""
 
     grace: float
 
 
-@kind
+@dataclass(frozen=True)
 class End(Message):
     """Every rank has finished: the ranks run their exit handlers and exit."""
 
 
-# -- an agent to a rank ----------------------------------------------------------------------------
-
-
-@kind
-class Start(Message):
-    """The work of a rank.
+@dataclass(frozen=True)
+class Start(Assign):
+    """The work of a rank: what its agent was assigned, with the rank's own context, and what this host has of it.
 
     Attributes:
-        modules: Directory of the modules that travelled with the job.
-        code: The rank's copy of the user's code.
         refs: The name and the local path, if there is one, of each referenced file, by URI.
         result_directory: Directory to which rank 0 writes its value.
         shared: True if this host sees the submission's folder.
-        context: The fields of the rank's `rankzero.train.TrainContext`.
         ports: First and last port that may be bound; None for any.
     """
 
-    run_directory: str
-    run_token: str
-    shared: bool
-    scratch: str
-    master_addr: str = ""
+    shared: bool = False
+    scratch: str = ""
     payload: str = ""
     result_directory: str = ""
     refs: dict[str, list[str | None]] = field(default_factory=dict)
-    beat_interval: float = 0.0
-    context: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     modules: str | None = None
     code: str | None = None
     datasets: str | None = None
     ports: list[int] | None = None
-    checkpoint: dict[str, Any] | None = None
 
 
-@kind
-class Fetched(Message):
-    """A file that was requested from the driver is at ``path``, or cannot be had because of ``error``."""
+@dataclass(frozen=True)
+class Transferred(Message):
+    """The reply to `Transfer`: the file is at ``path``, or was not transferred because of ``error``."""
 
     name: str
     path: str = ""
     error: str | None = None
 
 
-# -- both ends of a connection ---------------------------------------------------------------------
-
-
-@kind
+@dataclass(frozen=True)
 class Ping(Message):
     """The other end is alive."""
 
 
-@kind
+@dataclass(frozen=True)
 class Bye(Message):
     """An agent has sent everything, and closes its connection."""

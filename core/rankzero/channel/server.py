@@ -8,14 +8,15 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from rankzero import bounds, store
-from rankzero.channel.connection import CHUNK, LINE_LIMIT, READ_SIZE, ChannelError, Connection, Limits, write_all
-from rankzero.channel.messages import Bye, Message, MessageError, Ping
+from rankzero.channel import connection as connections
+from rankzero.channel.connection import LINE_LIMIT, READ_SIZE, ChannelError, Connection
+from rankzero.channel.messages import Bye, Message, MessageError
 from rankzero.host.network import BACKLOG
-from rankzero.threads import ActionThread, reply_of
+from rankzero.threads import in_thread, reply_of
 
 if TYPE_CHECKING:
     import ssl
@@ -41,54 +42,37 @@ class Receiver(Protocol):
         """Waits while the driver cannot take more lines of ranks."""
 
 
+@dataclass
 class Server:
     """Listens for the agents of one attempt.
 
     Attributes:
+        secret: The attempt's secret, hex.
+        receiver: Receives the messages.
+        served: Locations of the files that agents may fetch, by name.
+        digests: Digests of those that ranks execute, which agents compare.
+        directory: Local directory for the files that agents send.
+        tls: Context for encrypted connections; None for plain ones.
         received: The size of each file that arrived, or a text that says why it did not, by its path.
     """
 
-    def __init__(
-        self,
-        secret: str,
-        receiver: Receiver,
-        *,
-        served: Mapping[str, str] | None = None,
-        digests: Mapping[str, str] | None = None,
-        directory: str = ".",
-        tls: ssl.SSLContext | None = None,
-        limits: Limits | None = None,
-    ) -> None:
-        """Prepares the server; `start` runs it.
-
-        Args:
-            secret: The attempt's secret, hex.
-            receiver: Receives the messages.
-            served: Locations of the files that agents may fetch, by name.
-            digests: Digests of those that ranks execute, which agents compare.
-            directory: Local directory for the files that agents send.
-            tls: Context for encrypted connections; None for plain ones.
-            limits: Time limits; None for the usual ones.
-        """
-        self._secret = secret
-        self._receiver = receiver
-        self._served = served if served is not None else {}
-        self._digests = dict(digests or {})
-        self._directory = directory
-        self._tls = tls
-        self._limits = limits or Limits()
-        self._server: asyncio.Server | None = None
-        self._agents: dict[int, Connection] = {}
-        self._connections: set[asyncio.Task[None]] = set()
-        self.received: dict[str, int | str] = {}
+    secret: str
+    receiver: Receiver
+    served: Mapping[str, str]
+    digests: dict[str, str]
+    directory: str
+    tls: ssl.SSLContext | None = None
+    received: dict[str, int | str] = field(default_factory=dict)
+    _server: asyncio.Server | None = None
+    _agents: dict[int, Connection] = field(default_factory=dict)
+    _connections: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def start(self, listener: socket.socket) -> int:
         """Accepts connections at a socket that `rankzero.host.network.listen` has made; returns its port."""
-        timeout = self._limits.handshake if self._tls else None
+        timeout = connections.HANDSHAKE_TIMEOUT() if self.tls else None
         self._server = await asyncio.start_server(
-            self._accept, sock=listener, limit=READ_SIZE, backlog=BACKLOG, ssl=self._tls, ssl_handshake_timeout=timeout
+            self._accept, sock=listener, limit=READ_SIZE, backlog=BACKLOG, ssl=self.tls, ssl_handshake_timeout=timeout
         )
-        self._sweeper = asyncio.create_task(self._sweep())
         return int(listener.getsockname()[1])
 
     def send(self, task: int, message: Message) -> None:
@@ -120,7 +104,6 @@ class Server:
         """Ends all connections, and accepts no more."""
         if self._server:
             self._server.close()
-            self._sweeper.cancel()
         for connection in self._agents.values():
             connection.close()
         for task in self._connections:
@@ -128,34 +111,17 @@ class Server:
         if self._connections:
             await asyncio.wait(self._connections, timeout=LAST_READ_TIMEOUT())
 
-    async def _sweep(self) -> None:
-        """Sends signs of life, and disconnects agents that send none.
-
-        This process may have stood still, under a debugger or on a starved host, and could not read what had arrived.
-        Then all agents have their whole time again.
-        """
-        while True:
-            before = time.monotonic()
-            await asyncio.sleep(self._limits.ping)
-            now = time.monotonic()
-            for connection in list(self._agents.values()):
-                if now - before > 2 * self._limits.ping:
-                    connection.received_at = now
-                if connection.is_silent(now):
-                    connection.abort(f"nothing was received from it for {now - connection.received_at:.0f} s")
-                connection.send(Ping())
-
     # -- a connection --------------------------------------------------------------------------
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
-        connection = Connection(reader, writer, self._limits)
+        connection = Connection(reader, writer)
         try:
-            async with asyncio.timeout(self._limits.handshake):
-                await connection.admit(self._secret, self._digests)
-            words = (await connection.read_line(self._limits.handshake)).split(" ")
+            async with asyncio.timeout(connections.HANDSHAKE_TIMEOUT()):
+                await connection.admit(self.secret, self.digests)
+                words = (await connection.read_line(connections.HANDSHAKE_TIMEOUT())).split(" ")
             match words:
                 case ["AGENT", number]:
                     await self._serve_agent(int(number), connection)
@@ -181,66 +147,55 @@ class Server:
             return
         connection.write(b"ok\n")
         self._agents[task] = connection
+        keeper = asyncio.create_task(connection.keep("it"))
         why: str | None = "its connection was closed"
         try:
-            async for message, local_rank in connection.messages(self._receiver.room):
+            async for message, local_rank in connection.messages(self.receiver.room):
                 if isinstance(message, Bye):
                     why = None
                     break
-                self._receiver.on_message(task, local_rank, message)
+                self.receiver.on_message(task, local_rank, message)
         except (OSError, MessageError) as error:
             why = str(error) or type(error).__name__
         except Exception as error:
             logger.exception("the driver failed on a message of the agent of task %d", task)
             why = f"the driver failed on a message of it: {type(error).__name__}: {error}"
         finally:
+            keeper.cancel()
             del self._agents[task]
-            self._receiver.on_end(task, why and (connection.reason or why))
+            self.receiver.on_end(task, why and (connection.reason or why))
 
     async def _give(self, name: str, connection: Connection) -> None:
-        """Sends a file that agents may fetch. Its store may hang, so it is read in a thread."""
-        thread = ActionThread("rankzero-files")
-        try:
-            location = self._served[name]
-            size = await reply_of(thread.submit(partial(store.size, location)))
-            file = await reply_of(thread.submit(partial(store.open_read, location)))
-        except KeyError:
+        """Sends a file that agents may fetch. Its store may hang, so a thread opens it."""
+        location = self.served.get(name)
+        if location is None:
             connection.write(b"no such file is offered\n")
+            return
+        try:
+            opened = in_thread(lambda: (store.size(location), store.open_read(location)), "rankzero-files")
+            size, file = await reply_of(opened)
         # Drivers of object stores raise exceptions of their own types. The agent receives any of them as text.
         except Exception as error:
             connection.write(_answer(f"{location}: {type(error).__name__}: {error}"))
-        else:
-            connection.write(b"ok %d\n" % size)
-            try:
-                await connection.send_file(size, lambda: reply_of(thread.submit(partial(file.read, CHUNK))))
-                await connection.drain()
-            finally:
-                thread.submit(file.close)
-        finally:
-            thread.end()
+            return
+        connection.write(b"ok %d\n" % size)
+        await connection.send_file(file, size)
+        await connection.drain()
 
     async def _take(self, name: str, size: int, connection: Connection) -> None:
-        """Receives a file. Its disk may hang or be full, so it is written in a thread."""
-        path = os.path.join(self._directory, f"{UPLOAD}{name}")
+        """Receives a file of an agent, and notes whether it is there."""
+        path = os.path.join(self.directory, f"{UPLOAD}{name}")
         if not name or name.startswith(".") or os.sep in name or "\0" in name or size < 0:
             raise ChannelError(f"{name!r} is no plain file name, or {size} no size")
-        thread, problem = ActionThread("rankzero-files"), "the driver has ended"
+        connection.write(b"ok\n")
+        problem = "the driver has ended"
         try:
-            connection.write(b"ok\n")
-            file = await reply_of(thread.submit(lambda: open(path, "wb", buffering=0)))
-            try:
-                await connection.receive_file(size, lambda data: reply_of(thread.submit(lambda: write_all(file, data))))
-            finally:
-                # A file server may report a full disk only now.
-                await reply_of(thread.submit(file.close))
+            await connection.receive_file(path, size)
             problem = ""
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         finally:
             self.received[path] = problem or size
-            if problem:
-                thread.submit(partial(os.unlink, path))
-            thread.end()
         connection.write(_answer(problem or "ok"))
 
 

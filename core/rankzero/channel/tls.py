@@ -10,7 +10,6 @@ from __future__ import annotations
 import ssl
 import subprocess
 import tempfile
-from dataclasses import dataclass, field
 
 from rankzero import bounds
 from rankzero.errors import EngineError
@@ -21,53 +20,36 @@ _CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
 _COMMAND = ("openssl", "req", "-x509", *_CURVE, "-nodes", "-days", "3650", "-subj", "/CN=rankzero")
 
 
-@dataclass(frozen=True)
-class Identity:
-    """A certificate and its key.
+def make_identity() -> tuple[bytes, ssl.SSLContext]:
+    """Returns a new self-signed certificate as DER, for the agents, and the context of connections that show it.
 
-    Attributes:
-        certificate: The certificate as DER, for the agents.
-        context: Context of the connections that show it.
-    """
-
-    certificate: bytes
-    context: ssl.SSLContext = field(repr=False)
-
-
-def make_identity() -> Identity:
-    """Returns a new key with a self-signed certificate. The key's file exists only during this call.
+    The file of its key exists only during this call, and only this user can read it.
 
     Raises:
         EngineError: the openssl command is missing or fails.
     """
     try:
-        with tempfile.NamedTemporaryFile(prefix="rankzero-") as key:
-            # Only this user can read the file of the key.
+        with tempfile.NamedTemporaryFile("w+", prefix="rankzero-") as key:
+            command, timeout = [*_COMMAND, "-keyout", key.name], CERTIFICATE_TIMEOUT()
             made = subprocess.run(
-                [*_COMMAND, "-keyout", key.name],
-                capture_output=True,
-                stdin=subprocess.DEVNULL,
-                timeout=CERTIFICATE_TIMEOUT(),
-                check=True,
+                command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=timeout, check=True
             )
-            certificate = ssl.PEM_cert_to_DER_cert(made.stdout.decode())
-            with tempfile.NamedTemporaryFile(prefix="rankzero-") as shown:
-                shown.write(made.stdout)
-                shown.flush()
-                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-                context.load_cert_chain(shown.name, key.name)
-    except FileNotFoundError:
+            # A file with both, which the context reads.
+            with open(key.name, "a") as file:
+                file.write(made.stdout)
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(key.name)
+            certificate = ssl.PEM_cert_to_DER_cert(made.stdout)
+    except (subprocess.SubprocessError, ValueError, OSError) as error:
+        words = str(getattr(error, "stderr", None) or error).strip()[-300:]
         raise EngineError(
             "encrypt needs the openssl command where the driver runs, to make the run's certificate: install openssl, "
-            "or pass encrypt=False on a network that you trust"
-        ) from None
-    except (subprocess.SubprocessError, ValueError, OSError) as error:
-        words = getattr(error, "stderr", b"") or str(error).encode()
-        raise EngineError(f"openssl made no certificate: {words.decode(errors='replace').strip()[-300:]}") from error
+            f"or pass encrypt=False on a network that you trust. It made none: {words}"
+        ) from error
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     # Agents do not resume TLS sessions: each connection has its own handshake.
     context.num_tickets = 0
-    return Identity(certificate, context)
+    return certificate, context
 
 
 def client_context() -> ssl.SSLContext:

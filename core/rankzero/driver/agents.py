@@ -156,7 +156,7 @@ class Agents:
         """Notifies the ranks of each checkpoint that was committed or is lost, and notes the end of rank 0's value."""
         for settled in self._storage.settled():
             if isinstance(settled, int):
-                self.server.broadcast(messages.NotCommitted(settled))
+                self.server.broadcast(messages.Lost(settled))
                 continue
             self._recorder.event({"type": "checkpoint", "id": settled.id, "metrics": settled.metrics})
             self._recorder.update(checkpoint=settled.id)
@@ -172,7 +172,7 @@ class Agents:
         self.hangs.stacks.clear()
         self.server.broadcast(messages.Dump(quiet))
         while not is_over() and (left := deadline - time.monotonic()) > 0:
-            if len(self.hangs.stacks) >= self._job.num_processes:
+            if len(self.hangs.stacks.keys() | self.facts.over) >= self._job.num_processes:
                 return
             await self._watch.wait(min(left, bounds.POLL_INTERVAL))
 
@@ -245,38 +245,38 @@ class Agents:
                 self.hangs.on_beat(rank, message.progress, time.monotonic())
             case messages.Stack():
                 self.hangs.stacks[rank] = message
-            case messages.Ready():
+            case messages.Reached("ready"):
                 member.ready.add(local_rank)
             case messages.Rendezvous():
                 self.rendezvous = member, message.port
             case messages.Part():
                 self._storage.add_part(rank, message)
-            case messages.PartFailed():
+            case messages.Lost():
                 self._storage.lose(message.index)
             case messages.Damaged():
                 self._storage.mark_damaged(message.id)
-            case messages.Entered():
-                self._note_phase("entered", rank, member, message)
-            case messages.Returned() if member.why_left is None and not self.is_stopping:
+            case messages.Reached("entered"):
+                self._note_phase(rank, member, message)
+            case messages.Reached("returned") if member.why_left is None and not self.is_stopping:
                 self.facts.returned.add(rank)
                 self.hangs.on_return(rank, time.monotonic())
-                self._note_phase("returned", rank, member, message)
+                self._note_phase(rank, member, message)
             case messages.Finished() if rank in self.facts.returned:
                 self.facts.over.add(rank)
-                self._storage.finish(rank, member.task, message, self._recorder.status.metrics)
+                self._storage.finish(rank, message, self._recorder.status.metrics)
             case messages.Finished():
                 # The rank exited cleanly because it was asked to: the training was stopped, not finished.
                 what = "ended when it was asked to"
                 self._on_failure(rank, member, messages.Failed(message.time, None, what, exit_code=0, collateral=True))
             case messages.Failed():
                 self._on_failure(rank, member, message)
-            case messages.Exited():
+            case messages.Reached("exited"):
                 self.facts.over.add(rank)
 
-    def _note_phase(self, phase: str, rank: int, member: Member, message: Message) -> None:
+    def _note_phase(self, rank: int, member: Member, message: messages.Reached) -> None:
         """Records when a rank reached a phase, for the report of the run."""
-        of_rank = {"type": phase, "rank": rank, "attempt": self._number, "host": member.name}
-        self._recorder.event({**message.facts(), **of_rank})
+        of_rank = {"type": message.phase, "rank": rank, "attempt": self._number, "host": member.name}
+        self._recorder.event({**message.values, **of_rank})
 
     def _on_failure(self, rank: int, member: Member, message: messages.Failed) -> None:
         found = {**vars(message), "log_tail": [line[:LOG_TAIL_WIDTH] for line in message.log_tail]}

@@ -119,7 +119,7 @@ class Attempt:
             directory = self._files.enter_context(scratch_directory())
         self._facts, kept = Facts(job.num_processes, run.own.run.directory), CheckpointConfig(**job.checkpoints)
         self._storage = Storage(run.own, self._number, kept, self._facts, directory, run.watch.wake)
-        tls = self._identity.context if self._identity else None
+        tls = self._identity[1] if self._identity else None
         self._agents = Agents(run, job, self._number, num_agents, self._storage, self._secret, tls)
 
     async def _launch(self, session: EngineSession, num_tasks: int) -> None:
@@ -141,7 +141,7 @@ class Attempt:
             "driver": [hosts, port],
             "secret": self._secret,
             "caller": caller_process(),
-            "certificate": base64.b64encode(self._identity.certificate).decode() if self._identity else None,
+            "certificate": base64.b64encode(self._identity[0]).decode() if self._identity else None,
         }
         self._run.recorder.note_places(job.num_processes, held=True)
         launch = functools.partial(session.launch, num_tasks, config, self._agents.engine_end())
@@ -219,14 +219,11 @@ class Attempt:
 
     def _note_start(self) -> None:
         """Records that every rank has started."""
-        assert self._group is not None
         now, watch, recorder = time.monotonic(), self._run.watch, self._run.recorder
         self._agents.hangs.begin(now)
         watch.started_at = watch.started_at or now
         recorder.note_phase("running")
         recorder.update(state="running", phase="running", started=recorder.status.started or time.time())
-        # The connection to Spark may break from now on. One to an agent that breaks is not made again.
-        self._group.tolerate_outage()
 
     async def _check_run(self, now: float) -> None:
         """Raises HangError if the ranks wait for each other and always will."""

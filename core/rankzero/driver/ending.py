@@ -120,7 +120,7 @@ class Failure:
             return f"{report.exception_type}: {report.message}".rstrip(": ")
         if report.signal:
             found = known(f"killed by {report.signal}")
-            return (report.message or f"killed by {report.signal}") + (f" ({found.advice})" if found else "")
+            return (report.message or f"killed by {report.signal}") + (f" ({found[1]})" if found else "")
         return report.message or f"exited with code {report.exit_code} before it returned"
 
     @property

@@ -62,10 +62,9 @@ class HangWatch:
 
     @property
     def texts(self) -> dict[int, str]:
-        """The stack of each rank as text, or that its agent did not reply."""
-        return {
-            rank: self.stacks[rank].text if rank in self.stacks else policy.NO_REPLY for rank in sorted(self._ranks)
-        }
+        """The stack of each rank as text, or why there is none."""
+        without = {rank: "it had returned" if rank in self._returned else policy.NO_REPLY for rank in self._ranks}
+        return dict(sorted((without | {rank: stack.text for rank, stack in self.stacks.items()}).items()))
 
     @property
     def _progress_at(self) -> float:

@@ -237,7 +237,6 @@ class Delegation:
         if not self._group:
             return
         logger.info("the run is driven in its stage; this process keeps the connection to %s", self._own.job.engine)
-        self._group.tolerate_outage()
         over_at = math.inf
 
         def is_over() -> bool:

@@ -90,7 +90,7 @@ def starting_message(num_tasks: int, missing_tasks: Sequence[int], missing_ranks
     return f"every task has started, but {what}"
 
 
-NO_REPLY = "no answer: its agent or the network hangs"
+NO_REPLY = "no answer: it is stopped (SIGSTOP) or runs native code that holds the GIL, or its agent or network hangs"
 """The stack of a rank whose agent did not reply to a request for it."""
 
 

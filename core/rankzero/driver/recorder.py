@@ -17,7 +17,7 @@ from typing import Any
 from rankzero import bounds, store
 from rankzero.bounds import DRIVER_DEAD_AFTER, HEARTBEAT_INTERVAL, STORE_OUTAGE
 from rankzero.errors import ResultError
-from rankzero.host.processes import process_namespace, process_start, this_thread
+from rankzero.host.processes import process_namespace, process_start
 from rankzero.masking import Mask
 from rankzero.run.directory import Submission
 from rankzero.run.growing import Appender, PieceWriter
@@ -162,9 +162,9 @@ class Recorder:
         self.event({"type": "state", "state": state, **of_run})
 
     def note_thread(self) -> None:
-        """Records the calling thread as the driver, for readers that query the kernel whether it is alive."""
+        """Records whether the driver is a thread of its caller's process, which may outlive it."""
         self._drives = True
-        self.note(driver_thread=this_thread())
+        self.note(driver_thread=threading.current_thread() is not threading.main_thread())
 
     def note_cancelling(self) -> None:
         """Records that the run is about to be cancelled, so that no other try attaches to it while its ranks stop."""

@@ -23,7 +23,7 @@ from rankzero.driver.ending import Facts
 from rankzero.errors import ResultError
 from rankzero.job import CheckpointConfig
 from rankzero.run import checkpoints
-from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES, Manifest
+from rankzero.run.checkpoints import FOLDER, MANIFEST, Manifest
 from rankzero.run.directory import Submission
 from rankzero.task.scratch import lock_directory, make_scratch, scratch_root
 from rankzero.threads import ActionThread
@@ -284,9 +284,6 @@ class Storage:
         if self._closed:
             raise OSError("the attempt ended before the store had taken it")
         self._check_owner()
-        if any("pieces" in part for part in parts.values()):
-            lines = [part.get("pieces", "") for _, part in sorted(parts.items())]
-            store.write_bytes(store.join(folder, PIECES), "\n".join(lines).encode(), durable=True)
         store.write_bytes(store.join(folder, MANIFEST), json.dumps(manifest.to_json()).encode(), durable=True)
         store.sync_directory(self._own.path(FOLDER))
         return manifest
@@ -309,16 +306,16 @@ class Storage:
         path = os.path.join(self.directory, f"{UPLOAD}{name}")
         return path, self.received.pop(path, None)
 
-    def finish(self, rank: int, task: int, message: Finished, metrics: dict[str, Any]) -> None:
+    def finish(self, rank: int, message: Finished, metrics: dict[str, Any]) -> None:
         """Records that a rank has finished. Rank 0 has finished when its value is stored, which `settled` notes.
 
-        The summary of the value has rank 0's last metrics. The name of a file that was sent has the task of its agent.
+        The summary of the value has rank 0's last metrics.
         """
         result = message.result
         if result is None:
             self.facts.finished.add(rank)
             return
-        path, is_uploaded = self._take(f"{task}-value")
+        path, is_uploaded = self._take("rank-0-value")
         if isinstance(is_uploaded, str):
             self.facts.refusal = _not_stored(is_uploaded)
             return
@@ -371,5 +368,5 @@ def files_of(checkpoint: Manifest | None) -> dict[str, str]:
     if checkpoint is None:
         return {}
     files = {rank: part["file"] for rank, part in checkpoint.parts.items()}
-    files |= {"manifest": MANIFEST, "pieces": PIECES}
+    files["manifest"] = MANIFEST
     return {f"checkpoint-{name}": store.join(checkpoint.folder, file) for name, file in files.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rankzero import bounds
@@ -12,7 +12,7 @@ from rankzero.advice import require
 from rankzero.data.manifest import Manifest
 from rankzero.errors import EngineError, RankZeroError
 from rankzero.job import Job
-from rankzero.threads import within
+from rankzero.threads import in_thread
 
 if TYPE_CHECKING:
     from rankzero.run.directory import RunDirectory, Submission
@@ -29,15 +29,29 @@ def require_torch() -> None:
 
 
 class Engine(abc.ABC):
-    """A frozen description of where agents run."""
+    """A frozen description of where agents run.
+
+    Attributes:
+        has_tables: True if a session of this engine can compute tables and queries (`EngineSession.read_table`).
+        drives_elsewhere: True if `start_driver` starts the driver on a cluster, so that it outlives this machine.
+    """
+
+    has_tables = False
+    drives_elsewhere = False
+
+    @property
+    def can_detach(self) -> bool:
+        """True if a driver in a process of its own can open this engine: not with a session of this process."""
+        return getattr(self, "session", None) is None
+
+    @property
+    def prefers_own_process(self) -> bool:
+        """True if opening the engine would change the caller's process, as each session does that it starts."""
+        return self.can_detach
 
     @abc.abstractmethod
     def check(self, job: Job) -> None:
-        """Refuses a job that is known to fail, before anything starts.
-
-        Raises:
-            InvalidJobError, InsufficientSlotsError, EngineError
-        """
+        """Raises InvalidJobError or EngineError for a job that is known to fail, before anything starts."""
 
     def check_store(self, root: str) -> None:  # noqa: B027 - most engines see whatever this process sees
         """Refuses a root of run directories that the driver of a run could not use. Raises InvalidJobError."""
@@ -46,62 +60,25 @@ class Engine(abc.ABC):
     def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the engine as JSON, in two parts: one that may be shown, and one that must stay private."""
 
-    @property
-    @abc.abstractmethod
-    def can_detach(self) -> bool:
-        """True if a driver in a process of its own can open this engine."""
-
-    @property
-    @abc.abstractmethod
-    def prefers_own_process(self) -> bool:
-        """True if opening the engine would change the caller's process."""
-
-    @property
-    def has_tables(self) -> bool:
-        """True if a session of this engine can compute tables and queries (`EngineSession.read_table`)."""
-        return False
-
-    @property
-    def drives_elsewhere(self) -> bool:
-        """True if `start_driver` starts the driver on a cluster, so that it outlives the submitting machine."""
-        return False
-
     def start_driver(self, own: Submission, private: Mapping[str, Any]) -> None:
-        """Starts the driver of a submission on the engine's cluster.
+        """Starts the driver of a submission on the engine's cluster. Raises EngineError if the cluster refuses it.
 
         Args:
             own: The submission to drive, which has no status yet.
             private: Data that may hold secrets: for the driver only, and for no file or command line.
-
-        Raises:
-            EngineError: the cluster refuses the driver; nothing was started.
         """
         raise NotImplementedError
 
     def can_host_driver(self, run: RunDirectory, job: Job) -> bool:
-        """Returns True if the driver of a submitted run may run inside its stage; its submitter only starts the stage.
-
-        Args:
-            run: The run.
-            job: Its job.
-        """
+        """Returns True if the driver of a submitted run may run inside its stage, which its submitter starts."""
         return False
 
     def num_processes(self, processes_per_task: int, *, use_gpu: bool) -> int | None:
-        """Returns the ranks for ``num_processes="auto"``, one for each slot; None if the number of slots is unknown.
-
-        Raises:
-            InsufficientSlotsError: there is no slot for a single task.
-        """
+        """Returns the ranks for ``num_processes="auto"``, one for each slot; None if the number of slots is unknown."""
         return None
 
     def start_ahead(self, job: Job, env: Mapping[str, str]) -> None:  # noqa: B027
-        """Starts work that need not wait for `open`, such as loading torch. It is optional, and never raises.
-
-        Args:
-            job: The job that will run.
-            env: The user's environment for the ranks.
-        """
+        """Starts work that need not wait for `open`, such as loading torch for ranks with this environment."""
 
     @abc.abstractmethod
     def open(self, job: Job) -> EngineSession:
@@ -109,55 +86,34 @@ class Engine(abc.ABC):
 
 
 class EngineSession(abc.ABC):
-    """An open engine, which places the agents of one attempt at a time."""
+    """An open engine, which places the agents of one attempt at a time.
 
-    @property
-    @abc.abstractmethod
-    def place(self) -> str:
-        """Display name of the cluster or machine."""
+    Attributes:
+        place: Display name of the cluster or machine.
+        bind_host: Address on which the driver's channel listens.
+        driver_hosts: Addresses of the driver, preferred first; an agent takes the first that proves the run's secret.
+        most_slots: Most task slots that the engine can ever have, by its configuration; None if that does not limit
+            them.
+        notes: Display messages about settings that the engine added to those of the user.
+        url: URL of the engine's web page; None if it has none.
+        encrypts: True if the engine encrypts its own connections, so that those of the run are by default, too.
+    """
 
-    @property
-    def notes(self) -> list[str]:
-        """Display messages about settings that the engine added to those of the user."""
-        return []
+    place: str
+    bind_host: str
+    driver_hosts: list[str]
+    most_slots: int | None = None
+    notes: Sequence[str] = ()
+    url: str | None = None
+    encrypts = False
 
     @abc.abstractmethod
     def slots(self) -> int:
         """Returns the number of the job's tasks that can run at the same time now."""
 
-    @property
-    def most_slots(self) -> int | None:
-        """Most task slots that the engine can ever have, by its configuration; None if that does not limit them."""
-        return None
-
     def num_agents(self, num_tasks: int) -> int:
         """Returns the number of agents that run this many tasks of the job: one for each."""
         return num_tasks
-
-    @property
-    @abc.abstractmethod
-    def bind_host(self) -> str:
-        """Address on which the driver's channel listens."""
-
-    @property
-    @abc.abstractmethod
-    def driver_host(self) -> str:
-        """Address under which agents reach the driver."""
-
-    @property
-    def driver_hosts(self) -> list[str]:
-        """All addresses of the driver, preferred first; an agent takes the first that proves the run's secret."""
-        return [self.driver_host]
-
-    @property
-    def url(self) -> str | None:
-        """URL of the engine's web page; None if it has none."""
-        return None
-
-    @property
-    def encrypts(self) -> bool:
-        """True if the engine encrypts its own connections, so that those of the run are encrypted by default, too."""
-        return False
 
     def reserve(self, num_tasks: int) -> bool:
         """Reserves the slots of the next attempt; returns False if another run took them first."""
@@ -165,10 +121,10 @@ class EngineSession(abc.ABC):
 
     @abc.abstractmethod
     def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> AgentGroup:
-        """Starts the agents of this many tasks, all together.
+        """Starts the agents of this many tasks, which `reserve` has granted, all together.
 
         Args:
-            num_tasks: Number of tasks, which `reserve` has granted.
+            num_tasks: Number of tasks.
             config: The configuration that all agents share.
             on_end: Called once, from another thread, when all agents have ended.
         """
@@ -228,12 +184,6 @@ class AgentGroup(abc.ABC):
         """Waits for the agents; returns True if all have ended within ``timeout`` seconds."""
         return self._ended.wait(timeout)
 
-    def tolerate_outage(self) -> None:  # noqa: B027 - most engines have no connection that may break for a while
-        """Keeps the agents running if the connection to the engine breaks for a while.
-
-        From now on the driver receives messages from the agents, or heartbeats, without the engine.
-        """
-
     @abc.abstractmethod
     def cancel(self) -> None:
         """Ends the agents without their cooperation."""
@@ -245,6 +195,7 @@ class AgentGroup(abc.ABC):
 
 def words_of(error: BaseException) -> str:
     """Returns the text of an engine's error. An error of py4j gets it from the JVM, which may be too dead to answer."""
-    words: list[str] = []
-    within(ENGINE_ERROR_TIMEOUT(), lambda: words.append(str(error)))
-    return words[0] if words else f"{type(error).__name__}, whose text the JVM did not return: see driver.log"
+    try:
+        return in_thread(lambda: str(error)).result(ENGINE_ERROR_TIMEOUT())
+    except Exception:
+        return f"{type(error).__name__}, whose text the JVM did not return: see driver.log"

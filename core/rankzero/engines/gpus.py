@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import functools
-import hashlib
 import itertools
-import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import weakref
 from collections.abc import Sequence
+from typing import ClassVar
 
 from rankzero import bounds
 from rankzero.errors import InsufficientSlotsError
 
 GPU_LISTING_TIMEOUT = bounds.stretched(60.0)  # For nvidia-smi, or torch in its own interpreter, to list the GPUs
 
-logger = logging.getLogger(__name__)
-
-CLAIMS = "/tmp/rankzero-gpus"
-"""Directory with a lock file for each GPU of this machine; the process that holds the lock has the GPU. All users share
-it, whatever their ``TMPDIR`` is."""
-
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """Variables that limit the GPUs of a process, by NVIDIA's and AMD's driver, by AMD's, and by Intel's."""
 
 DEVICES = ("/dev/kfd", "/dev/dri", "/dev/dxg")
-"""Device files of AMD's and Intel's GPUs on Linux. Without any of them torch is not loaded to count, which takes
-seconds."""
+"""Device files of AMD's and Intel's GPUs on Linux. Without them torch, which takes seconds, is not loaded to count."""
 
 # Runs in an interpreter of its own, because the driver of a GPU stays loaded in the process that queries it.
 _COUNT = "import torch; print(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)"
@@ -77,92 +71,70 @@ def require_local_gpus(needed: int) -> None:
         )
 
 
+_NAME = "\0rankzero-gpu-"
+
+
 class GpuClaims:
-    """The GPUs that one run of this machine has locked; they are free again when its driver ends, however it ends."""
+    """The GPUs that one run of this machine has claimed; they are free again when its driver ends, however it ends.
+
+    A claim is a socket with a name in Linux's abstract namespace, which all users share, and which the kernel frees.
+    Elsewhere claims have no effect: two runs on one GPU are better than none.
+    """
+
+    _sockets: ClassVar[weakref.WeakSet[socket.socket]] = weakref.WeakSet()
 
     def __init__(self) -> None:
-        self._held: dict[str, int] = {}
+        self._held: dict[str, socket.socket] = {}
 
     @property
     def held(self) -> list[str]:
-        """Ids of the GPUs that this run has locked."""
+        """Ids of the GPUs that this run has claimed."""
         return list(self._held)
 
     def free(self, gpus: Sequence[str]) -> list[str]:
-        """Returns those of the GPUs that no other run has locked."""
-        found = []
-        for gpu in gpus:
-            lock = None if gpu in self._held else _lock(gpu, fcntl.LOCK_SH)
-            if gpu in self._held or lock is not None:
-                found.append(gpu)
-            if lock is not None:
-                _unlock(lock)
-        return found
+        """Returns those of the GPUs that no other run has claimed."""
+        return [gpu for gpu in gpus if gpu in self._held or not _is_claimed(gpu)]
 
     def take(self, gpus: Sequence[str], count: int) -> bool:
-        """Locks exactly this many of the GPUs; returns False, and locks none, if fewer are free."""
+        """Claims exactly this many of the GPUs; returns False, and claims none, if fewer are free."""
         self.release()
         for gpu in gpus:
-            if len(self._held) == count:
-                break
-            if (lock := _lock(gpu, fcntl.LOCK_EX)) is not None:
-                self._held[gpu] = lock
+            if len(self._held) < count and (claim := _claimed(gpu)):
+                self._held[gpu] = claim
+                self._sockets.add(claim)
         if len(self._held) < count:
             self.release()
         return len(self._held) == count
 
     def release(self) -> None:
-        """Unlocks all GPUs of this run."""
-        for lock in self._held.values():
-            _unlock(lock)
-        self._held.clear()
+        """Frees all GPUs of this run."""
+        while self._held:
+            self._held.popitem()[1].close()
 
 
-def _lock(gpu: str, kind: int) -> int | None:
-    """Returns a descriptor that locks the GPU; None if another run has locked it.
+def _forget() -> None:
+    """Closes the sockets of all claims in a forked child, which would keep the GPUs of its parent claimed."""
+    for claim in GpuClaims._sockets:
+        claim.close()
 
-    Args:
-        gpu: Id of the GPU.
-        kind: ``LOCK_EX`` to have it; ``LOCK_SH`` only to find out whether another run has it.
-    """
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _is_claimed(gpu: str) -> bool:
+    """Returns True if another run has claimed the GPU; finding out disturbs no other run."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        probe.connect(_NAME + gpu)
+        return True
+    return False
+
+
+def _claimed(gpu: str) -> socket.socket | None:
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(CLAIMS)
-            os.chmod(CLAIMS, 0o1777)
-        lock = _open_claim(os.path.join(CLAIMS, hashlib.sha256(gpu.encode()).hexdigest()[:16]))
+        claim.bind(_NAME + gpu)
     except OSError as error:
-        # Two runs on one GPU are better than none.
-        logger.warning("cannot check whether another run uses GPU %s: %s", gpu, error)
-        return os.open(os.devnull, os.O_RDONLY)
-    while not _locks(lock, kind):
-        # An exclusive lock also waits for runs that only find out, which takes them microseconds.
-        if kind == fcntl.LOCK_SH or not _locks(lock, fcntl.LOCK_SH):
-            os.close(lock)
+        if error.errno == errno.EADDRINUSE:
+            claim.close()
             return None
-    return lock
-
-
-def _locks(lock: int, kind: int) -> bool:
-    try:
-        fcntl.flock(lock, kind | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def _open_claim(path: str) -> int:
-    """Opens the lock file of a GPU. `O_CREAT` alone would be refused for another user's file (protected_regular)."""
-    with contextlib.suppress(FileNotFoundError):
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    with contextlib.suppress(FileExistsError):
-        lock = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-        os.fchmod(lock, 0o644)
-        return lock
-    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-
-
-def _unlock(lock: int) -> None:
-    # Closing is not enough: a child that was forked meanwhile has the descriptor, too.
-    with contextlib.suppress(OSError):
-        fcntl.flock(lock, fcntl.LOCK_UN)
-    os.close(lock)
+    return claim

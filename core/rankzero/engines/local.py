@@ -24,6 +24,8 @@ CUT_OFF = ("nothing was received from the driver for", "no driver was found on p
 class LocalEngine(Engine):
     """Runs all ranks on this machine, as one task. ``local_rank`` equals ``rank``."""
 
+    prefers_own_process = False
+
     def check(self, job: Job) -> None:
         """Raises InsufficientSlotsError if there are fewer GPUs than ranks, and InvalidJobError without torch."""
         require_torch()
@@ -41,16 +43,6 @@ class LocalEngine(Engine):
         """Returns ``{"kind": "local"}``; no part is private."""
         return {"kind": "local"}, {}
 
-    @property
-    def can_detach(self) -> bool:
-        """True, since any process of this machine can drive the run."""
-        return True
-
-    @property
-    def prefers_own_process(self) -> bool:
-        """False, since the caller's process does not change."""
-        return False
-
     def open(self, job: Job) -> LocalSession:
         """Returns a session on this machine."""
         self.check(job)
@@ -61,22 +53,15 @@ class LocalSession(EngineSession):
     """Places one agent, which starts all ranks."""
 
     bind_host = LOOPBACK
-    driver_host = LOOPBACK
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._gpus = local_gpus() if job.use_gpu else []
         self._claims = GpuClaims()
-
-    @property
-    def place(self) -> str:
-        """Display name of the resource that limits the number of ranks."""
-        return "this machine's GPUs, some of which other runs use" if self._job.use_gpu else "this machine"
-
-    @property
-    def most_slots(self) -> int | None:
-        """Task slots that the GPUs allow; None without GPUs, since processes are not limited."""
-        return len(self._gpus) // self._job.processes_per_task if self._job.use_gpu else None
+        self.driver_hosts = [LOOPBACK]
+        self.place = "this machine's GPUs, some of which other runs use" if job.use_gpu else "this machine"
+        # Processes are not limited, GPUs are.
+        self.most_slots = len(self._gpus) // job.processes_per_task if job.use_gpu else None
 
     def slots(self) -> int:
         """Returns the tasks for which other runs leave GPUs; without GPUs, all tasks of the job."""

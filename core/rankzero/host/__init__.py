@@ -1,6 +1,6 @@
 """Queries about the machine that a process runs on: processes and their descendants, forks, addresses.
 
-Modules here import only the standard library and know nothing of runs. Nothing is found by name: an agent is a child
-subreaper, and a `guard` above it kills what an agent that was killed leaves. Each process of rankzero starts with an
-empty signal mask, default dispositions and its own descriptors (`processes.settle_signals`).
+Modules here import only the standard library and know nothing of runs. Nothing is found by name: agents and zygotes
+are child subreapers. Each process of rankzero starts with an empty signal mask, default dispositions and its own
+descriptors (`processes.settle_signals`).
 """

@@ -1,21 +1,170 @@
-"""Forks of a rank that wait until no thread of rankzero is in an import or in a request to an object store.
+"""Forks of this process, with or without its knowledge.
 
-A child has only the thread that forked. A lock that another thread held is never released in the child: the lock of a
-module that was being imported, or of a client's library with a request in flight. The processes of a ``DataLoader`` are
-such children, and they import modules and create clients.
+`fork` makes a process that behaves as if it had been started: `subprocess.Popen` without exec, so that nothing is
+imported again. Everything else that a fork inherits by accident is reset there: descriptors, signals, session,
+environment, working directory. Before user code runs, `forget` resets the state of the interpreter and the libraries.
+
+The forks of user code, such as the processes of a ``DataLoader``, wait until no other thread of rankzero is in an
+import or in a request to an object store (`held`). A child has only the thread that forked: a lock that another thread
+held is never released in it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import signal
+import sys
+import tempfile
 import threading
+import traceback
+import types
+import warnings
+import weakref
+import zipimport
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NoReturn
 
 from rankzero import bounds
+from rankzero.host.processes import SIGNALS, end_with_parent, settle_signals
 
 FORK_TIMEOUT = bounds.scaled(30.0)  # For which a fork waits for imports and requests to a store of rankzero's threads
+_HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
+
+
+def fork(
+    main: Callable[[], object],
+    *,
+    env: Mapping[str, str],
+    stdio: tuple[int, int, int],
+    keep: Sequence[int] = (),
+    on_parent_death: signal.Signals = signal.SIGKILL,
+) -> int:
+    """Forks a child that runs ``main`` in its own session and exits.
+
+    Args:
+        main: The child's main function. SystemExit and other exceptions become the exit code, as in a script.
+        env: The child's whole environment.
+        stdio: Descriptors that become the child's standard input, output and error.
+        keep: Descriptors that stay open in the child, under the same numbers.
+        on_parent_death: The signal that the kernel sends to the child when this process dies.
+
+    Returns:
+        The child's process id.
+    """
+    parent = os.getpid()
+    for stream in (sys.stdout, sys.stderr):
+        # Else both processes write the buffered text.
+        stream.flush()
+    # A signal that arrives in the child before its handlers are reset would run the parent's handlers.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads; OpenBLAS stops its own for the fork.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return child
+    # No object of the parent may be freed here: its files and sockets would close descriptors of this process.
+    gc.freeze()
+    code = 1
+    try:
+        os.setsid()
+        _take_descriptors(stdio, keep)
+        end_with_parent(parent, on_parent_death)
+        signal.set_wakeup_fd(-1)
+        for number in _HANDLED_SIGNALS:
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        settle_signals()
+        _set_environment(env)
+        main()
+        code = 0
+    except BaseException as error:
+        code = exit_code(error)
+    finally:
+        leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """Exits this process after its last output, without exit handlers."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+def exit_code(error: BaseException) -> int:
+    """Returns the exit code for an exception that ends a process, and prints what Python would print."""
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    elif error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    else:
+        sys.stderr.write(f"{error.code}\n")
+    return 1
+
+
+def _take_descriptors(stdio: tuple[int, int, int], keep: Sequence[int]) -> None:
+    for target, source in enumerate(stdio):
+        os.dup2(source, target)
+    kept = {0, 1, 2, *keep}
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in kept:
+            # The listing's own descriptor is closed already.
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+
+
+def _set_environment(env: Mapping[str, str]) -> None:
+    """Sets only the variables that differ, since every page that a fork writes to is copied."""
+    for name in os.environ.keys() - env.keys():
+        del os.environ[name]
+    for name, value in env.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+def forget() -> None:
+    """Resets the state that a started process would not share with others, before user code runs."""
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.argv = ["-c"]
+    tempfile.tempdir = None
+    # Python reseeds its own generator at a fork.
+    if numpy_random := sys.modules.get("numpy.random"):
+        numpy_random.seed()
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.seed()
+    if processes := sys.modules.get("multiprocessing.process"):
+        processes.current_process().authkey = os.urandom(32)
+
+
+def prepare() -> None:
+    """Prepares this process for its forks, so that each fork has less to reset.
+
+    Drops the cached listings of directories, which may change. Those of archives stay: an archive that has changed
+    needs another zygote. Finalizers of the libraries belong to this process, and must not run at the exit of a fork.
+    """
+    for place, finder in list(sys.path_importer_cache.items()):
+        if not isinstance(finder, zipimport.zipimporter):
+            del sys.path_importer_cache[place]
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        finalizer.atexit = False
+
+
+_GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/dxg", "/dev/accel")
+
+
+def touches_gpu() -> bool:
+    """Returns True if this process has opened a GPU, which its forks then cannot use."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(_GPU_DEVICES):
+                return True
+    return False
+
 
 # Re-entrant, since a signal handler of the thread that has it may report, too. `with _lock`, and not `with _changed`: a
 # handler's exception inside Condition.__enter__ leaves the lock held.
@@ -79,15 +228,11 @@ def _leave(thread: int, count: int) -> None:
         _changed.notify_all()
 
 
-def _others() -> bool:
-    return bool(_holds.keys() - {threading.get_ident()})
-
-
 def _before() -> None:
     global _forking
     with _lock:
         _forking += 1
-        _changed.wait_for(lambda: not _others(), FORK_TIMEOUT())
+        _changed.wait_for(lambda: not _holds.keys() - {threading.get_ident()}, FORK_TIMEOUT())
 
 
 def _after_in_parent() -> None:
@@ -100,11 +245,12 @@ def _after_in_parent() -> None:
 
 def _after_in_child() -> None:
     global _lock, _changed, _forking, _is_unsafe
-    _is_unsafe = _is_unsafe or _others()
+    others = _holds.keys() - {threading.get_ident()}
+    for thread in others:
+        del _holds[thread]
+    _is_unsafe = _is_unsafe or bool(others)
     _lock, _forking = threading.RLock(), 0
     _changed = threading.Condition(_lock)
-    for thread in _holds.keys() - {threading.get_ident()}:
-        del _holds[thread]
 
 
 os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child)

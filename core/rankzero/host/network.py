@@ -5,27 +5,19 @@ Standard library only: this module is shipped to executors.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import errno
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
-import time
 from collections.abc import Sequence
 
-TRY = 5.0
-"""Seconds for which one of several addresses is tried: packets to some networks are lost without an answer."""
+_SIOCGIFADDR = 0x8915  # netdevice(7)
 
-SHORTEST = 0.05
-"""Least seconds for a connection, by which a time limit that has passed is exceeded."""
-
-# netdevice(7)
-_SIOCGIFCONF = 0x8912
-_IFCONF = struct.Struct("iP")
-_IFREQ = struct.Struct("16s4x4s16x")
-_IFCONF_SIZE = 1 << 16
+BACKLOG = 1024
+"""Connections that may wait in a listener's queue."""
 
 
 def socket_environment(host: str) -> dict[str, str]:
@@ -40,16 +32,14 @@ def socket_environment(host: str) -> dict[str, str]:
     Returns:
         ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``; empty if the interface is not known.
     """
-    listed = _labels()
     # All of 127.0.0.0/8 is this host, although the interface lists only one address of it.
     named = ("127.0.0.1" if is_loopback(address) else address for address in addresses_of(host))
-    label = next((listed[address] for address in named if address in listed), None)
-    if label is None:
-        return {}
-    name = label.partition(":")[0]
-    # NCCL: with "=" the name must be equal, without it the value is a prefix. Both libraries
-    # list labels ("eth0:1"), but NCCL parses the text after a colon as a port.
-    return {"GLOO_SOCKET_IFNAME": label, "NCCL_SOCKET_IFNAME": f"={name}" if label == name else name}
+    interfaces = _interfaces()
+    for address in named:
+        if name := interfaces.get(address):
+            # NCCL: without "=" the value is a prefix of the names.
+            return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+    return {}
 
 
 def without_brackets(host: str) -> str:
@@ -68,7 +58,7 @@ def addresses_of(host: str) -> list[str]:
 
 def own_addresses() -> list[str]:
     """Returns this host's addresses, without loopback and link-local ones, as far as the kernel lists them."""
-    found = map(ipaddress.ip_address, _labels() or addresses_of(socket.gethostname()))
+    found = map(ipaddress.ip_address, _interfaces() or addresses_of(socket.gethostname()))
     return [str(address) for address in found if not (address.is_loopback or address.is_link_local)]
 
 
@@ -89,40 +79,37 @@ def first_reachable(hosts: Sequence[str], port: int, timeout: float) -> str | No
     """Returns the first of several hosts that accepts a TCP connection, which is closed immediately.
 
     Args:
-        hosts: Names or addresses, tried one after the other, each but the last one for `TRY` seconds at most.
+        hosts: Names or addresses, tried one after the other: packets to some networks are lost without an answer.
         port: The TCP port.
-        timeout: Seconds for all together.
+        timeout: Seconds for all together, of which each has an equal part.
 
     Returns:
         The entry of ``hosts``, or None if none accepted in time.
     """
-    deadline = time.monotonic() + timeout
-    for number, host in enumerate(hosts, 1):
-        left = max(SHORTEST, deadline - time.monotonic())
+    for host in hosts:
         with contextlib.suppress(OSError, UnicodeError):
-            socket.create_connection((without_brackets(host), port), min(left, TRY) if hosts[number:] else left).close()
+            socket.create_connection((without_brackets(host), port), timeout / len(hosts)).close()
             return host
     return None
 
 
-def _labels() -> dict[str, str]:
-    """Returns the addresses of this host's interfaces with their names as C's ``getifaddrs`` returns them: ``eth0:1``.
+def _interfaces() -> dict[str, str]:
+    """Returns this host's addresses with the names of their interfaces; of IPv4, each interface's first address.
 
     The package ifaddr is not used: its import takes 40 ms and starts ldconfig or gcc, in a process that reaps its
     children itself. Empty where the kernel does not list them.
     """
     found = {}
-    buffer = array.array("B", bytes(_IFCONF_SIZE))
-    request = _IFCONF.pack(_IFCONF_SIZE, buffer.buffer_info()[0])
-    with contextlib.suppress(OSError):
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as kernel:
-            used, _ = _IFCONF.unpack(fcntl.ioctl(kernel, _SIOCGIFCONF, request))
-        for label, address in _IFREQ.iter_unpack(buffer[:used].tobytes()):
-            found[socket.inet_ntoa(address)] = label.partition(b"\0")[0].decode()
-        # The file does not exist if IPv6 is switched off.
-        with open("/proc/net/if_inet6") as table:
-            for raw, *_, label in map(str.split, table):
-                found[str(ipaddress.IPv6Address(bytes.fromhex(raw)))] = label
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as kernel:
+        for _, name in socket.if_nameindex():
+            # Raises if the interface has no such address, or on macOS.
+            with contextlib.suppress(OSError):
+                request = fcntl.ioctl(kernel, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found[socket.inet_ntoa(request[20:24])] = name
+    # The file does not exist if IPv6 is switched off.
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as table:
+        for raw, *_, name in map(str.split, table):
+            found[str(ipaddress.IPv6Address(bytes.fromhex(raw)))] = name
     return found
 
 
@@ -138,12 +125,6 @@ def address_towards(hosts: Sequence[str], port: int) -> str | None:
     return None
 
 
-BACKLOG = 1024
-"""Connections that may wait in a listener's queue."""
-
-_TAKEN = (errno.EADDRINUSE, errno.EACCES)
-
-
 def listen(host: str, ports: Sequence[int] | None) -> socket.socket:
     """Returns a listening socket.
 
@@ -157,21 +138,19 @@ def listen(host: str, ports: Sequence[int] | None) -> socket.socket:
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     first, last = ports or (0, 0)
     for port in range(first, last + 1):
-        with contextlib.ExitStack() as stack:
-            listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            # Ports of a range are reused soon, and lingering connections of the last run do no harm.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            try:
-                listener.bind((address[0], port, *address[2:]))
-                listener.listen(BACKLOG)
-            except OSError as error:
-                if error.errno in _TAKEN:
-                    continue
-                raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror}") from None
+        try:
+            listener = socket.create_server(
+                (address[0], port, *address[2:]),
+                family=family,
+                backlog=BACKLOG,
+                dualstack_ipv6=family == socket.AF_INET6 and socket.has_dualstack_ipv6(),
+            )
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                why = os.strerror(error.errno or 0)
+                raise OSError(error.errno, f"cannot listen on {host} port {port}: {why}") from None
+        else:
             listener.setblocking(False)
-            stack.pop_all()
             return listener
     raise OSError(
         errno.EADDRINUSE, f"none of the ports {first} to {last} on {host} is free; free one or give a wider range"

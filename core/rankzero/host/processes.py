@@ -7,7 +7,6 @@ the agent, which finds and ends it.
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found, unused-ignore]
 import contextlib
 import functools
 import os
@@ -15,7 +14,6 @@ import resource
 import select
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -28,7 +26,6 @@ REAP_INTERVAL = 0.01  # Seconds between two polls for killed processes
 CLEANERS_TIMEOUT = bounds.stretched(1.0)  # For processes to remove the shared memory of killed ranks
 OPEN_FILES = 1 << 16  # Most open files of a process: some libraries iterate over all that a container allows, a billion
 _START = 19  # starttime is field 22 of /proc/PID/stat; the first that is left after the name is field 3.
-_USER = 11  # utime and stime are fields 14 and 15.
 STOPPED = frozenset("tT")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -53,10 +50,6 @@ _KEPT_IGNORED = frozenset({signal.SIGPIPE, getattr(signal, "SIGXFSZ", signal.SIG
 
 SIGNALS: frozenset[int] = frozenset(map(int, signal.valid_signals()))
 
-# `signal` converts each number to an enum, which takes 0.3 ms for all of them, three times in each rank.
-getsignal: Callable[[int], Any] = _signal.getsignal
-set_signal_mask: Callable[[int, Iterable[int]], Iterable[int]] = _signal.pthread_sigmask
-
 
 def settle_signals() -> None:
     """Gives this process an empty signal mask and default dispositions, whatever its parent had.
@@ -65,12 +58,12 @@ def settle_signals() -> None:
     never notice that a rank was killed; with SIGTERM blocked, a rank could not save a last checkpoint.
     """
     for number in SIGNALS - _KEPT_IGNORED:
-        if getsignal(number) == signal.SIG_IGN:
+        if signal.getsignal(number) == signal.SIG_IGN:
             default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             # SIGKILL and SIGSTOP have no disposition that could be set.
             with contextlib.suppress(OSError, ValueError):
                 signal.signal(number, default)
-    set_signal_mask(signal.SIG_SETMASK, ())
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def fork_safe(lock: T) -> T:
@@ -88,19 +81,19 @@ def signal_name(number: int) -> str:
 
 
 def process_namespace() -> str:
-    """Returns the scope in which a process id is valid: the boot and the process namespace (Linux), else the host."""
+    """Returns the scope in which a process id is valid and no network can be cut; else the name of the host.
+
+    On Linux these are the boot, the process namespace and the network namespace.
+    """
     with contextlib.suppress(OSError):
-        return _kernel_namespace()
+        return f"{_boot()} {os.readlink('/proc/self/ns/pid')} {os.readlink('/proc/self/ns/net')}"
     return socket.gethostname()
 
 
 @functools.cache
-def _kernel_namespace() -> str:
+def _boot() -> str:
     with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-
-
-os.register_at_fork(after_in_child=_kernel_namespace.cache_clear)  # A child may be in another namespace.
+        return file.read().strip()
 
 
 def this_process() -> dict[str, Any]:
@@ -114,20 +107,11 @@ def describe_process(pid: int) -> dict[str, Any]:
 
 
 def caller_process() -> dict[str, Any] | None:
-    """Describes this process for `pidfd_of` to agents on its host, if the calling thread is not its main thread.
+    """Describes this process for `watcher_of` in agents on its host, if the calling thread is not its main thread.
 
     A driver in a thread stops whenever its caller does: in a long call of native code, by Ctrl-Z, in a debugger.
     """
-    if threading.current_thread() is threading.main_thread():
-        return None
-    return {**this_process(), "network": network_namespace()}
-
-
-def network_namespace() -> str | None:
-    """Returns the network namespace of this process (Linux); two processes of one cannot be disconnected."""
-    with contextlib.suppress(OSError):
-        return os.readlink("/proc/self/ns/net")
-    return None
+    return None if threading.current_thread() is threading.main_thread() else this_process()
 
 
 def watcher_of(caller: dict[str, Any] | None) -> Callable[[], bool]:
@@ -135,8 +119,7 @@ def watcher_of(caller: dict[str, Any] | None) -> Callable[[], bool]:
 
     The function always returns False where the kernel cannot tell, or if the caller is in another network namespace.
     """
-    is_here = caller is not None and caller["network"] is not None and caller["network"] == network_namespace()
-    pidfd = pidfd_of(caller) if caller and is_here else None
+    pidfd = pidfd_of(caller) if caller else None
     return lambda: pidfd is not None and not readable([pidfd], 0)
 
 
@@ -173,14 +156,6 @@ def pidfd_of(process: dict[str, Any]) -> int | None:
     return descriptor
 
 
-def cpu_seconds(pid: int) -> float | None:
-    """Returns the seconds of processor time that a process and its threads have used; None where unknown."""
-    with contextlib.suppress(OSError, ValueError):
-        fields = _stat(pid)
-        return (int(fields[_USER]) + int(fields[_USER + 1])) / os.sysconf("SC_CLK_TCK")
-    return None
-
-
 def process_start(pid: int) -> str | None:
     """Returns when a process started, in clock ticks since the boot (Linux); distinguishes processes of one id."""
     with contextlib.suppress(OSError):
@@ -189,61 +164,22 @@ def process_start(pid: int) -> str | None:
 
 
 def process_state(pid: int, start: str | None) -> str | None:
-    """Returns the one-letter state of a process in Linux.
+    """Returns the one-letter state of a process in Linux; None if it has exited, as a zombie has; else an empty text.
 
     Args:
         pid: The id of the process.
         start: The result of `process_start` for it, which a later process of that id does not have; or None.
-
-    Returns:
-        The state; None if the process has exited, as a zombie has; ``"?"`` if unknown.
     """
     try:
         facts = _stat(pid)
-        return None if facts[0] == "Z" or start not in (None, facts[_START]) else facts[0]
     except (FileNotFoundError, ProcessLookupError):
-        if os.path.isdir("/proc/self"):
-            return None
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        return "?"
-    return "?"
+        return None if os.path.isdir("/proc/self") else ""
+    return None if facts[0] == "Z" or start not in (None, facts[_START]) else facts[0]
 
 
-def this_thread() -> str | None:
-    """Returns the id and start time of the calling thread for `thread_lives`; None in the main thread."""
-    if threading.current_thread() is threading.main_thread():
-        return None
-    number = threading.get_native_id()
-    with contextlib.suppress(OSError):
-        return f"{number} {_stat(f'{os.getpid()}/task/{number}')[_START]}"
-    return f"{number} ?"
-
-
-def thread_lives(pid: int, thread: str) -> bool | None:
-    """Returns whether a thread of a live process of this machine is alive; None where the kernel does not report it.
-
-    Args:
-        pid: The id of the process.
-        thread: The result of `this_thread`.
-    """
-    number, _, start = thread.partition(" ")
-    if start == "?" or not os.path.isdir("/proc/self/task"):
-        return None
-    try:
-        return _stat(f"{pid}/task/{number}")[_START] == start
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    except OSError:
-        return None
-
-
-def _stat(process: int | str) -> list[str]:
-    """Returns the fields of /proc/PID/stat, from the state on, for a process or a thread (``PID/task/ID``)."""
-    with open(f"/proc/{process}/stat") as file:
+def _stat(pid: int | str) -> list[str]:
+    """Returns the fields of /proc/PID/stat, from the state on."""
+    with open(f"/proc/{pid}/stat") as file:
         # The name in parentheses may hold spaces and parentheses itself.
         return file.read().rpartition(")")[2].split()
 
@@ -266,21 +202,6 @@ def _libc() -> Any:
     import ctypes
 
     return ctypes.CDLL(None)
-
-
-def signal_main_thread(pid: int, number: int) -> None:
-    """Sends a signal to the main thread of a process; on macOS, and with a glibc before 2.30, to one of its threads.
-
-    `os.kill` lets the kernel choose a thread: another one if the main thread has a signal that it has not handled yet,
-    since it gets no processor. On Linux, a process without a handler for the signal gets none.
-    """
-    caught = caught_signals(pid)
-    if caught is not None and number not in caught:
-        return
-    with contextlib.suppress(AttributeError, OSError):
-        if _libc().tgkill(pid, pid, number) == 0:
-            return
-    os.kill(pid, number)
 
 
 def become_subreaper() -> None:
@@ -306,41 +227,18 @@ def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
 
 
 def find_descendants() -> list[int]:
-    """Returns the process ids of all descendants of this process.
-
-    Without /proc (macOS), ``ps`` lists them; descendants whose parent has exited are then missing
-    (see `kill_descendants`).
-    """
-    parents = _parents() if os.path.isdir("/proc/self") else _listed_parents()
-    family = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in family} - family:
-        family |= more
-    return sorted(family - {os.getpid()})
-
-
-def _parents() -> dict[int, int]:
-    """Returns the parent of each live process, read from /proc."""
+    """Returns the process ids of all live descendants of this process; none without /proc (macOS)."""
     parents: dict[int, int] = {}
-    for name in os.listdir("/proc"):
+    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
         if name.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError):
                 state, parent = _stat(name)[:2]
                 if state != "Z":
                     parents[int(name)] = int(parent)
-    return parents
-
-
-def _listed_parents() -> dict[int, int]:
-    """Returns the parent of each live process, as POSIX's ``ps`` lists them."""
-    columns = ["-o", "pid=", "-o", "ppid=", "-o", "state="]
-    try:
-        listing = subprocess.Popen(["ps", "-A", *columns], stdout=subprocess.PIPE, text=True)
-    except OSError:
-        return {}
-    lines = [line.split() for line in listing.communicate()[0].splitlines()]
-    live = {int(pid): int(parent) for pid, parent, state, *_ in lines if not state.startswith("Z")}
-    live.pop(listing.pid, None)
-    return live
+    family = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    return sorted(family - {os.getpid()})
 
 
 def kill_descendants(groups: Collection[int] = ()) -> bool:
@@ -350,7 +248,7 @@ def kill_descendants(groups: Collection[int] = ()) -> bool:
     after their clients: they are killed after `CLEANERS_TIMEOUT`.
 
     Args:
-        groups: Process groups of children, killed as a whole where orphans are not re-parented to this process (macOS).
+        groups: Process groups of children, killed as a whole where there is no /proc (macOS).
     """
     if not os.path.isdir("/proc/self"):
         for leader in groups:
@@ -358,7 +256,10 @@ def kill_descendants(groups: Collection[int] = ()) -> bool:
                 os.killpg(leader, signal.SIGKILL)
     start = time.monotonic()
     while time.monotonic() < start + KILL_TIMEOUT():
-        if not _reap():
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
             return True
         spares_cleaners = time.monotonic() < start + CLEANERS_TIMEOUT()
         for pid in find_descendants():
@@ -381,14 +282,3 @@ def ended_children() -> Iterator[tuple[int, int]]:
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
             yield ended
-
-
-def _reap() -> bool:
-    """Reaps exited children; returns True while there are live ones."""
-    while True:
-        try:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return False
-        if pid == 0:
-            return True

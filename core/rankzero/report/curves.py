@@ -10,8 +10,8 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from rankzero.errors import encodable
 from rankzero.run.reports import is_number
-from rankzero.texts import encodable
 
 T = TypeVar("T")
 Row = Mapping[str, Any]

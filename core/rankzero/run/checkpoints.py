@@ -1,7 +1,6 @@
 """Checkpoints of a submission: their layout, their manifests, and the rule by which old ones are removed.
 
     checkpoints/0000-000003/rank-0.torch           one file for each rank that saved a part
-    checkpoints/0000-000003/pieces.jsonl           indexes of the parts of a sharded state, a line for each rank
     checkpoints/0000-000003/checkpoint.json        written last, which commits the checkpoint
     checkpoints/0000-000003/damaged                if a rank has found another checksum in a part than the manifest has
 
@@ -28,13 +27,12 @@ from rankzero.run.names import TABLES
 logger = logging.getLogger(__name__)
 
 MANIFEST = "checkpoint.json"
-PIECES = "pieces.jsonl"
 FOLDER = "checkpoints"
 DAMAGED = "damaged"
 
 _NAME = re.compile(r"([0-9]{4}|[1-9][0-9]{4,})-([0-9]{6}|[1-9][0-9]{6,})")  # Of a checkpoint's folder
 _BEGUN = re.compile(r"([0-9]+)/_begun-[^/]+-[0-9]+-([0-9]+)")  # Path of a `begun_file` in the folder of tables
-_FILE = re.compile(rf"rank-[0-9]+\.[a-z.]+|{re.escape(PIECES)}|{DAMAGED}")  # In a folder that is not committed
+_FILE = re.compile(rf"rank-[0-9]+\.[a-z.]+|{DAMAGED}")  # In a folder that is not committed
 
 
 @dataclass(frozen=True)

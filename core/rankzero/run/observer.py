@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from rankzero import bounds, store
 from rankzero.bounds import CLOCK_SKEW, DRIVER_DEAD_AFTER, STORE_OUTAGE
 from rankzero.errors import EngineError, RunCancelledError, RunNotFoundError
-from rankzero.host.processes import STOPPED, caught_signals, is_gone, process_namespace, process_state, thread_lives
+from rankzero.host.processes import STOPPED, caught_signals, is_gone, process_namespace, process_state
 from rankzero.run.directory import Submission
 from rankzero.run.names import DRIVER_LOG
 from rankzero.run.status import RunStatus
@@ -201,20 +201,18 @@ def dead_after(status: RunStatus) -> float:
 def process_lives(status: RunStatus) -> bool | None:
     """Returns whether the driver lives; None if its process cannot be queried and only the heartbeat decides.
 
-    A process that exists is alive even if the store rejects its heartbeats. The driver may be a thread of a process
-    that outlives it, such as a notebook, so the kernel is queried for the thread.
+    A process that exists is alive even if the store rejects its heartbeats. A driver that is a thread of a process that
+    may outlive it, such as a notebook, is left to its heartbeat. So is a stopped driver: when that is too old, its
+    agents have ended as well.
     """
     state = _process_state(status)
     if not state or status.driver_pid is None:
         return False if state is None else None
-    if status.driver_thread:
-        return thread_lives(status.driver_pid, status.driver_thread)
-    # A stopped driver is left to its heartbeat. When that is too old, its agents have ended as well.
-    return None if state in STOPPED else True
+    return None if status.driver_thread or state in STOPPED else True
 
 
 def _process_state(status: RunStatus) -> str | None:
-    """Returns the state of the driver's process; None if it has exited, empty if it is on another machine."""
+    """Returns the state of the driver's process; None if it has exited, empty if this process cannot query it."""
     if status.driver_pid is None or status.driver_namespace != process_namespace():
         return ""
     return process_state(status.driver_pid, status.driver_start)

@@ -37,7 +37,7 @@ class RunStatus:
     driver_pid: int | None = None
     driver_namespace: str | None = None  # Process namespace of the id
     driver_start: str | None = None  # Start time of that process, in clock ticks since the boot
-    driver_thread: str | None = None  # Id and start time of the driver's thread, if it is one of its caller's process
+    driver_thread: bool = False  # True for a driver that is a thread of its caller's process
     started: float | None = None  # When every rank had started
     ended: float | None = None
     error: dict[str, Any] | None = None  # The error of a run that did not succeed, as JSON

@@ -10,9 +10,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from rankzero import errors
 from rankzero.bounds import CANCEL_TIMEOUT
 from rankzero.errors import InvalidJobError, RankZeroError, RunCancelledError, RunTimeoutError, WorkerFailedError
-from rankzero.texts import encodable
 
 if TYPE_CHECKING:
     from rankzero.run.handle import RunHandle
@@ -110,7 +110,7 @@ def attempt(log: Any, what: str, action: Callable[[], T], otherwise: T) -> T:
         return action()
     except Exception as error:
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
-        log.warning("%s", encodable(f"{what} is left out, which does not affect the training: {why}"))
+        log.warning("%s", errors.encodable(f"{what} is left out, which does not affect the training: {why}"))
         return otherwise
 
 

@@ -26,7 +26,6 @@ from rankzero.submit.code_modules import (
 )
 from rankzero.submit.code_source import IMPORTERS, globals_of_classes, source_of_code
 from rankzero.values import tensors
-from rankzero.values.pickled import with_qualname
 
 _OF_THE_DRIVER = ("DataFrame", "SparkSession", "SparkContext", "RDD")
 
@@ -99,7 +98,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         # for a function that names none, which takes milliseconds and triggers modules that load lazily.
         self.by_value.add(module)
         if isinstance(obj, type):
-            return with_qualname(_dynamic_class_reduce(obj), obj)
+            return _dynamic_class_reduce(obj)
         self.by_value |= {obj.__globals__.get(name) for name in ("__name__", "__package__")}
         reduced = self._dynamic_function_reduce(obj)
         names = globals_of_classes(obj.__code__) & obj.__globals__.keys()

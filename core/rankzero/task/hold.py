@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-from rankzero.task.scratch import PREFIX, lock_directory, make_scratch, make_temporary, scratch_root
+from rankzero.task.scratch import lock_directory, make_scratch, make_temporary, scratch_root
 from rankzero.task.zygotes import printed, start
 
 AGREED = "agreed"  # File in an agent's directory from when the driver has asked it to end
@@ -29,32 +29,29 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
     Raises:
         RuntimeError: the agent crashed; the message has the end of its output.
     """
-    scratch = make_scratch(scratch_root(), PREFIX)
+    scratch = make_scratch(scratch_root())
     temporary = make_temporary(scratch)
-    locks = [lock_directory(directory) for directory in (scratch, temporary) if directory]
+    lock = lock_directory(scratch)
     # Kept open: an agent removes its directory when it ends, and the log is read after that.
     log = open(os.path.join(scratch, "agent.log"), "w+b")
     config = {**config, "env": with_defaults(config), "scratch": scratch, "temporary": temporary}
     try:
-        agent = start(config, log)
+        zygote = start(config, log)
         try:
             if on_start:
-                on_start(agent)
-            code = agent.wait()
+                on_start(zygote.agent)
+            code = zygote.wait()
         finally:
             # Reached early when this process is interrupted.
-            agent.release()
+            zygote.release()
         # An agent that the driver has asked to end after a success must not fail its task: others still exit.
         if code != 0 and not os.path.exists(os.path.join(scratch, AGREED)):
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             raise RuntimeError(f"rankzero agent of task {config['task']} ended by {how}{printed(log)}")
     finally:
         log.close()
-        for directory in (scratch, temporary):
-            if directory:
-                shutil.rmtree(directory, ignore_errors=True)
-        for lock in locks:
-            os.close(lock)
+        shutil.rmtree(scratch, ignore_errors=True)
+        os.close(lock)
 
 
 def with_defaults(config: dict[str, Any]) -> dict[str, str]:

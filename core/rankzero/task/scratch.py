@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import os
-import re
 import shutil
 import socket
 import tempfile
@@ -29,44 +29,32 @@ def lock_directory(path: str) -> int:
     return lock
 
 
-def make_scratch(root: str, prefix: str) -> str:
+def make_scratch(root: str, prefix: str = PREFIX) -> str:
     """Creates a directory of this process, after `remove_abandoned`. Raises OSError."""
     remove_abandoned(root, prefix)
-    return tempfile.mkdtemp(prefix=f"{prefix}{''.join(_marks())}-", dir=root)
+    return tempfile.mkdtemp(prefix=f"{prefix}{_host()}-", dir=root)
 
 
-def remove_abandoned(root: str, prefix: str) -> None:
+def remove_abandoned(root: str, prefix: str = PREFIX) -> None:
     """Removes the directories of processes of this host that were killed: those that no process has locked.
 
     The lock decides, and no process id, since processes of several containers may share the root. On some file servers
-    a lock holds only on its own host, so directories of other hosts stay, by the marks that follow ``prefix``.
+    a lock holds only on its own host, so directories of other hosts stay, by the digits that follow ``prefix``.
     """
-    boot, host = _marks()
-    # This kernel's, and those of this host before a reboot.
-    ours = re.compile(rf"{re.escape(prefix)}({boot}\w{{6}}|\w{{6}}{host})-")
-    names: list[str] = []
-    with contextlib.suppress(OSError):
-        names = [name for name in os.listdir(root) if ours.match(name)]
-    for name in names:
+    for path in glob.glob(f"{glob.escape(os.path.join(root, prefix))}{_host()}-*"):
         # Directories of other users may be there, too.
         with contextlib.suppress(OSError):
-            directory = os.open(os.path.join(root, name), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 if time.time() - os.fstat(directory).st_mtime > ABANDONED_AFTER:
                     fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(os.path.join(root, name), ignore_errors=True)
+                    shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(directory)
 
 
-def _marks() -> tuple[str, str]:
-    """Returns six digits for the running kernel, and six for the name of the host."""
-    boot = ""
-    # Not on macOS.
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read()
-    kernel, host = (hashlib.sha256(text.encode()).hexdigest()[:6] for text in (boot, socket.gethostname()))
-    return kernel, host
+def _host() -> str:
+    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 
 
 def scratch_root() -> str:
@@ -75,19 +63,18 @@ def scratch_root() -> str:
     Raises:
         RuntimeError: no directory is writable.
     """
+    spark = os.environ.get("SPARK_LOCAL_DIRS", "")
     set_by_user = [os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")]
-    for_spark = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")
-    usable = [place for place in set_by_user if _is_writable(place)][:1]
-    if not usable:
-        spark = [place for place in for_spark if _is_writable(place)]
-        usable = sorted(spark, key=lambda place: shutil.disk_usage(place).free)[-1:]
+    if writable := list(filter(_is_writable, set_by_user)):
+        return writable[0]
+    if writable := list(filter(_is_writable, spark.split(","))):
+        return max(writable, key=lambda place: shutil.disk_usage(place).free)
     try:
-        return usable[0] if usable else tempfile.gettempdir()
+        return tempfile.gettempdir()
     except FileNotFoundError:
         raise RuntimeError(
-            f"no directory on {socket.gethostname()} can be written (tried TMPDIR, SPARK_LOCAL_DIRS="
-            f"{os.environ.get('SPARK_LOCAL_DIRS', '')!r}, /tmp, /var/tmp): mount one, and name it in spark.local.dir "
-            "or TMPDIR"
+            f"no directory on {socket.gethostname()} can be written (tried TMPDIR, SPARK_LOCAL_DIRS={spark!r}, /tmp, "
+            "/var/tmp): mount one, and name it in spark.local.dir or TMPDIR"
         ) from None
 
 
@@ -97,17 +84,10 @@ def _is_writable(place: str) -> bool:
 
 def make_temporary(scratch: str) -> str | None:
     """Creates the directory for the ranks' temporary files, removed with the agent; None keeps the system's own."""
-    below = os.path.join(scratch, "tmp")
-    if len(below) <= SOCKET_PATH_ROOM:
-        os.mkdir(below)
-        return below
-    try:
-        apart = make_scratch(tempfile.gettempdir(), PREFIX)
-    except FileNotFoundError:
-        # The path of a socket may be too long there, but no other directory is writable.
-        os.mkdir(below)
-        return below
-    if len(apart) <= SOCKET_PATH_ROOM:
-        return apart
-    os.rmdir(apart)
-    return None
+    path = os.path.join(scratch, "tmp")
+    # Raises if no other directory is writable.
+    with contextlib.suppress(FileNotFoundError):
+        if len(path) > SOCKET_PATH_ROOM and tempfile.gettempdir():
+            return None
+    os.mkdir(path)
+    return path

@@ -18,22 +18,16 @@ import threading
 import time
 from typing import Any
 
-from rankzero.bounds import POLL_INTERVAL_BRIEF, POLL_INTERVAL_LONG
+from rankzero.bounds import POLL_INTERVAL_LONG, POLL_INTERVAL_LONGEST
 from rankzero.task.hold import hold
-from rankzero.task.scratch import PREFIX, lock_directory, make_scratch, scratch_root
-
-NEXT_ATTEMPT_SLOW_AFTER = 5.0  # Seconds after which a task that waits for its next agent lists the folder less often
-CANCEL_POLL_INTERVAL = 2.0  # Seconds between two polls, of a thousand tasks, for a request to kill the agent
-CANCEL_POLL_INTERVAL_OF_DRIVER = 0.2  # The same of task 0 and its driver
+from rankzero.task.scratch import lock_directory, make_scratch, scratch_root
+from rankzero.task.zygotes import BOOTSTRAP
 
 # Prefixes of files, before the number of the attempt (and the task):
 ATTEMPT = "attempt-"  # The driver's, with the configuration of the agents
 CANCEL = "cancel-"  # The driver's request to kill them
 ENDED = "ended-"  # A task's report of its agent's end, with its error
 OVER = "over"  # File that task 0 writes when the driver has exited after the end of the run
-
-_DRIVER = "import sys; sys.path[:1] = [sys.argv.pop(1)]; import rankzero, cloudpickle; "
-_DRIVER += "sys.path.append(sys.path.pop(0)); from rankzero.driver.main import main_in_stage; main_in_stage()"
 
 Process = subprocess.Popen[bytes]
 
@@ -45,7 +39,9 @@ def run_task(config: dict[str, Any]) -> None:
         RuntimeError: the driver failed, or this host does not see the run directory.
     """
     stage, task = config.pop("stage"), config["task"]
-    _require_directory(stage)
+    # Its name has random digits.
+    if not (os.path.isdir(stage["folder"]) and os.access(stage["folder"], os.W_OK)):
+        raise RuntimeError(f"rankzero: an executor does not see {stage['directory']}")
     driver = _start_driver(config, stage) if task == 0 else None
     attempt = -1
     try:
@@ -73,21 +69,15 @@ def put(folder: str, name: str, text: str) -> None:
     os.rename(file.name, os.path.join(folder, name))
 
 
-def _require_directory(stage: dict[str, Any]) -> None:
-    # Its name has random digits.
-    if not (os.path.isdir(stage["folder"]) and os.access(stage["folder"], os.W_OK)):
-        raise RuntimeError(f"rankzero: an executor does not see {stage['directory']}")
-
-
 def _start_driver(config: dict[str, Any], stage: dict[str, Any]) -> Process:
     # A later task of this host removes it if this one is killed, with which the driver ends.
-    stage["code"] = make_scratch(scratch_root(), PREFIX)
+    stage["code"] = make_scratch(scratch_root())
     lock = lock_directory(stage["code"])
     path = os.path.join(stage["code"], "rankzero.zip")
     with open(path, "wb") as file:
         file.write(config["code_zip"])
     with open(os.path.join(os.path.dirname(stage["folder"]), "driver.log"), "ab") as log:
-        command = [sys.executable, "-u", "-c", _DRIVER, path]
+        command = [sys.executable, "-u", "-c", BOOTSTRAP.format("driver.main", "main_in_stage"), path]
         driver = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, pass_fds=[lock]
         )
@@ -102,22 +92,20 @@ def _start_driver(config: dict[str, Any], stage: dict[str, Any]) -> Process:
 
 def _next_attempt(folder: str, last: int, driver: Process | None) -> int | None:
     """Waits for the number of the next attempt, or None if none follows. Raises RuntimeError if the driver failed."""
-    began = time.monotonic()
     while True:
         code = driver.poll() if driver else None
         if code == 0:
             put(folder, OVER, "")
         elif code is not None:
             raise RuntimeError(f"rankzero: the driver of the run, beside task 0, ended with exit code {code}")
+        # NFS caches for long that a single name does not exist, and a listing avoids that.
         names = os.listdir(folder)
         if OVER in names:
             return None
         newest = max((int(name[len(ATTEMPT) :]) for name in names if name.startswith(ATTEMPT)), default=last)
         if newest > last:
             return newest
-        is_early = time.monotonic() - began < NEXT_ATTEMPT_SLOW_AFTER
-        # NFS caches for long that a single name does not exist, and a listing avoids that.
-        time.sleep(POLL_INTERVAL_BRIEF if is_early else POLL_INTERVAL_LONG)
+        time.sleep(POLL_INTERVAL_LONG)
 
 
 def _run_agent(config: dict[str, Any], stage: dict[str, Any], attempt: int, driver: Process | None) -> str:
@@ -128,7 +116,7 @@ def _run_agent(config: dict[str, Any], stage: dict[str, Any], attempt: int, driv
     requests, ended = {f"{CANCEL}{attempt}", OVER}, threading.Event()
 
     def kill_on_request(agent: Any) -> None:
-        while not ended.wait(CANCEL_POLL_INTERVAL_OF_DRIVER if driver else CANCEL_POLL_INTERVAL):
+        while not ended.wait(POLL_INTERVAL_LONGEST):
             with contextlib.suppress(OSError):
                 if (driver and driver.poll() is not None) or not requests.isdisjoint(os.listdir(stage["folder"])):
                     agent.kill()

@@ -4,12 +4,11 @@ It belongs to the process that holds the agents (`rankzero.task.zygotes`), and r
 
     -> {"environ": {...}, ...}         one line with the configuration of an agent
     <- {"pid": 4711}
-    -> 4711                            kills the agent of this id, unless it has ended
     <- {"status": 0}                   the agent and all its descendants have ended
     end of file, or the owner's exit: the agent gets its grace, and the zygote ends
 
 Zygote and agent are both subreapers. The zygote ends what a killed agent leaves; the agent watches the zygote, and ends
-its ranks if that is killed. So nothing of a run survives either of them.
+its ranks if that is killed. So nothing of a run survives either of them. Both watch the owner.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import json
@@ -27,14 +27,13 @@ import signal
 import socket
 import struct
 import sys
-import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Any
+from collections.abc import Sequence
+from typing import Any
 
 from rankzero import bounds
 from rankzero.agent import supervise
-from rankzero.host import forked, processes
+from rankzero.host import forks, processes
 from rankzero.task.scratch import lock_directory
 
 IDLE_TIMEOUT = bounds.scaled(300.0)  # Without an agent after which a zygote exits
@@ -53,103 +52,73 @@ PRELOADED_LATER = ("torch._dynamo", "rankzero.launcher", "rankzero.engines.local
 PRELOAD = "RANKZERO_PRELOAD"
 """Environment variable with the names of further installed modules, separated by commas, that a zygote imports."""
 
-HUGE_PAGE = 2 << 20
 _MADV_COLLAPSE = 25  # linux/mman.h; since Linux 6.1
 
 
-class Zygote:
-    """The state of this process: its owner, and work for the time without an agent."""
+def run(channel: socket.socket, owner: int, notes: Sequence[str] = (), *, prepares: bool = False) -> None:
+    """Forks one agent after the other, until the owner has exited or lets go of the socket.
 
-    def __init__(self, channel: socket.socket, owner: int, notes: list[str], chores: Iterator[object]) -> None:
-        """Takes the socket to the process that holds the agents.
-
-        Args:
-            channel: The socket.
-            owner: The id of that process.
-            notes: Lines for the log of the next run.
-            chores: Steps of work for the time without an agent, which make later forks cheaper.
-        """
-        self._channel, self._notes, self._chores = channel, notes, chores
-        self._lines = channel.makefile("rb")
-        self._owner = os.pidfd_open(owner)
-
-    def run(self) -> None:
-        """Forks one agent after the other, until the owner has exited or lets go of the socket."""
-        is_usable = True
-        while is_usable:
-            ready = _await([self._channel.fileno(), self._owner], self._chores, IDLE_TIMEOUT())
-            line = b"" if not ready or self._owner in ready or forked.touches_gpu() else _read(self._lines.readline)
-            # Else a request to kill an agent that has ended.
-            if line.startswith(b"{") or not line:
-                is_usable = line.endswith(b"\n") and self._run_agent(json.loads(line))
-
-    def _run_agent(self, config: dict[str, Any]) -> bool:
-        """Runs an agent and ends what it leaves; returns False if this process must end, too."""
-        config |= {"zygote": os.getpid(), "owner": self._owner, "notes": [*config["notes"], *self._notes]}
-        self._notes = []
-        read, write = os.pipe()
-        log = os.open(config["log"], os.O_WRONLY | os.O_APPEND)
-        agent = forked.fork(
-            supervise.main,
-            env=config.pop("environ"),
-            stdio=(read, log, log),
-            # The owner receives the end of the socket when both have exited.
-            keep=(self._channel.fileno(), self._owner),
-            on_parent_death=signal.SIGCONT,
-        )
-        for descriptor in (read, log):
-            os.close(descriptor)
-        self._send({"pid": agent})
-        with open(write, "wb", buffering=0) as pipe:
-            with contextlib.suppress(BrokenPipeError):
-                pipe.write(json.dumps(config).encode() + b"\n")
-            is_owned = self._follow(agent, pipe, config["grace"] + config["exit_timeout"])
-        status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
-        is_clean = processes.kill_descendants()
-        self._send({"status": status})
-        return is_clean and is_owned
-
-    def _follow(self, agent: int, pipe: IO[bytes], grace: float) -> bool:
-        """Waits for an agent's exit; returns False if the owner has exited or let go meanwhile."""
-        ended = os.pidfd_open(agent)
-        watched = [ended, self._channel.fileno(), self._owner]
-        act_at: float | None = time.monotonic() + LATER_AFTER_START
-        while ended not in (ready := processes.readable(watched, act_at and act_at - time.monotonic())):
-            if self._channel.fileno() in ready and (data := _read(self._channel.recv, 64)):
-                if b"%d" % agent in data.split():
-                    os.kill(agent, signal.SIGKILL)
-            elif ready:
-                # The end of the agent's standard input: it gives its ranks their grace. It may be stopped.
-                pipe.close()
-                os.kill(agent, signal.SIGCONT)
-                watched, act_at = [ended], time.monotonic() + grace + OWNERLESS_MARGIN()
-            else:
-                act_at = None
-                if pipe.closed:
-                    os.kill(agent, signal.SIGKILL)
-                next(self._chores, None)
-        os.close(ended)
-        return not pipe.closed
-
-    def _send(self, message: dict[str, Any]) -> None:
+    Args:
+        channel: The socket to the process that holds the agents.
+        owner: The id of that process.
+        notes: Lines for the log of the first run.
+        prepares: True uses pauses for what makes later launches cheaper.
+    """
+    watched, lines = os.pidfd_open(owner), channel.makefile("rb")
+    while _wait([channel.fileno(), watched], prepares) == [channel.fileno()] and not forks.touches_gpu():
+        line = b""
         # The owner may have exited.
-        with contextlib.suppress(OSError):
-            self._channel.sendall(json.dumps(message).encode() + b"\n")
+        with contextlib.suppress(ConnectionResetError):
+            line = lines.readline()
+        if not line.endswith(b"\n"):
+            return
+        config = json.loads(line)
+        config["notes"] += notes
+        notes = ()
+        if not _run_agent(config, channel, watched):
+            return
 
 
-def _read(read: Callable[..., bytes], *size: int) -> bytes:
-    # The owner may have exited with unread messages.
-    with contextlib.suppress(ConnectionResetError):
-        return read(*size)
-    return b""
+def _run_agent(config: dict[str, Any], channel: socket.socket, owner: int) -> bool:
+    """Runs an agent and ends what it leaves; returns False if this process must end, too."""
+    config |= {"zygote": os.getpid(), "owner": owner}
+    log = os.open(config["log"], os.O_WRONLY | os.O_APPEND)
+    agent = forks.fork(
+        lambda: supervise.run(config),
+        env=config.pop("environ"),
+        stdio=(channel.fileno(), log, log),
+        keep=[owner],
+        on_parent_death=signal.SIGCONT,
+    )
+    os.close(log)
+    ended = os.pidfd_open(agent)
+    _send(channel, {"pid": agent})
+    if "torch" in sys.modules and not processes.readable([ended, owner], LATER_AFTER_START):
+        load_rest()
+    if ended not in processes.readable([ended, owner], None):
+        # The agent may be stopped. It watches the owner, too, and gives its ranks their grace.
+        os.kill(agent, signal.SIGCONT)
+        if not processes.readable([ended], config["grace"] + config["exit_timeout"] + OWNERLESS_MARGIN()):
+            os.kill(agent, signal.SIGKILL)
+    os.close(ended)
+    status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
+    is_clean = processes.kill_descendants()
+    _send(channel, {"status": status})
+    return is_clean
 
 
-def _await(descriptors: Sequence[int], chores: Iterator[object], timeout: float | None = None) -> list[int]:
-    """Waits for input, and does chores meanwhile; the time limit begins after them."""
-    ready = processes.readable(descriptors, LATER_AFTER_IDLE)
-    while not ready and next(chores, None):
-        ready = processes.readable(descriptors, 0.0)
-    return ready or processes.readable(descriptors, timeout)
+def _send(channel: socket.socket, message: dict[str, int]) -> None:
+    # The owner may have exited.
+    with contextlib.suppress(OSError):
+        channel.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _wait(descriptors: Sequence[int], prepares: bool) -> list[int]:
+    """Waits for input, at most `IDLE_TIMEOUT`."""
+    if prepares and not processes.readable(descriptors, LATER_AFTER_IDLE):
+        load_rest()
+        gather_memory()
+    return processes.readable(descriptors, IDLE_TIMEOUT())
 
 
 def load(names: Sequence[str]) -> list[str]:
@@ -163,61 +132,57 @@ def load(names: Sequence[str]) -> list[str]:
         except BaseException as error:
             # Modules may exit, or raise as a test that is skipped does.
             notes.append(f"rankzero: {name} could not be loaded ahead ({error!r}): ranks import it themselves")
-    forked.prepare()
+    forks.prepare()
     gc.enable()
     return notes
 
 
-def import_rest() -> Iterator[object]:
-    """Imports `PRELOADED_LATER`, in one step."""
+@functools.cache
+def load_rest() -> None:
+    """Imports the modules of `PRELOADED_LATER`."""
     load(PRELOADED_LATER)
     with contextlib.suppress(KeyError, AttributeError):
         dynamo: Any = sys.modules["torch._dynamo.utils"]
         # Formats a table, for 0.1 s in each rank, before it checks whether the log level shows it.
         atexit.unregister(dynamo.dump_compile_times)
         atexit.register(lambda: dynamo.log.isEnabledFor(logging.INFO) and dynamo.dump_compile_times())
-    yield True
 
 
-def gather_memory() -> Iterator[object]:
-    """Gathers the memory of this process in huge pages, in steps of a few milliseconds.
-
-    A fork copies the page tables of its parent, which takes four times as long without huge pages.
-    """
+@functools.cache
+def gather_memory() -> None:
+    """Gathers the memory of this process in huge pages: a fork copies their page tables in a fifth of the time."""
     madvise = ctypes.CDLL(None).madvise
     with open("/proc/self/maps") as file:
         mappings = [line.split() for line in file]
     for addresses, access, _, _, inode, *name in mappings:
         if access == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
             start, end = (int(address, 16) for address in addresses.split("-"))
-            for page in range(-(-start // HUGE_PAGE) * HUGE_PAGE, end - HUGE_PAGE + 1, HUGE_PAGE):
-                madvise(ctypes.c_void_p(page), ctypes.c_size_t(HUGE_PAGE), _MADV_COLLAPSE)
-                yield True
+            madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_COLLAPSE)
 
 
 def serve(listener: socket.socket, owner: int) -> None:
     """Forks a zygote for each process that connects, until the owner has exited."""
-    watched, chores = os.pidfd_open(owner), import_rest()
+    watched = os.pidfd_open(owner)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    while watched not in _await([listener.fileno(), watched], chores):
-        with listener.accept()[0] as connection:
-            fork_zygote(connection)
+    while watched not in (ready := _wait([listener.fileno(), watched], True)):
+        if ready:
+            with listener.accept()[0] as connection:
+                fork_zygote(connection)
 
 
 def fork_zygote(channel: socket.socket) -> None:
     """Forks a zygote that belongs to the process at the other end of the channel."""
+    owner = peer_of(channel)
 
-    def run() -> None:
+    def main() -> None:
         processes.become_subreaper()
         # The owner may have exited meanwhile.
         with contextlib.suppress(ProcessLookupError):
-            Zygote(socket.socket(fileno=number), owner, [], import_rest()).run()
+            run(channel, owner)
 
-    number, owner = os.dup(channel.fileno()), peer_of(channel)
     with open(os.devnull) as nothing:
         stdio = (nothing.fileno(), 1, 2)
-        forked.fork(run, env=os.environ, stdio=stdio, keep=[number], on_parent_death=signal.SIGCONT)
-    os.close(number)
+        forks.fork(main, env=os.environ, stdio=stdio, keep=[channel.fileno()], on_parent_death=signal.SIGCONT)
 
 
 def peer_of(channel: socket.socket) -> int:
@@ -248,7 +213,7 @@ def main() -> None:
     if kind == "warm":
         importlib.import_module("torch")
         notes = load([*PRELOADED, *os.environ.get(PRELOAD, "").split(",")])
-        if forked.touches_gpu():
+        if forks.touches_gpu():
             raise SystemExit("a module that was loaded ahead has opened a GPU")
     # Wakes a stopped zygote.
     processes.signal_on_parent_death(signal.SIGCONT)
@@ -256,11 +221,10 @@ def main() -> None:
         if channel.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             serve(channel, owner)
         else:
-            chores = (step for work in (import_rest, gather_memory) for step in work())
-            Zygote(channel, owner, notes, chores if kind == "warm" else iter(())).run()
+            run(channel, owner, notes, prepares=kind == "warm")
     except BaseException:
         traceback.print_exc()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-        # Skips exit handlers: `forked.prepare` has switched off what the libraries would undo.
+        # Skips exit handlers: `forks.prepare` has switched off what the libraries would undo.
         os._exit(0)

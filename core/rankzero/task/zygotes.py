@@ -1,4 +1,4 @@
-"""Starts agents as forks of zygotes, and keeps idle zygotes for later launches of this process.
+"""Starts agents as forks of zygotes, and keeps an idle zygote for later launches of this process.
 
 A zygote (`rankzero.task.zygote`) belongs to the process that holds its agents, by a pair of sockets. Like `hold`, this
 module is pickled by value, and uses the standard library only.
@@ -7,7 +7,6 @@ module is pickled by value, and uses the standard library only.
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import json
 import os
@@ -20,11 +19,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import weakref
+from collections.abc import Iterator
 from typing import IO, Any
 
-from rankzero.task.scratch import PREFIX, make_scratch, scratch_root
+from rankzero.task.scratch import make_scratch, scratch_root
 
-START_TIMEOUT = 120.0  # The same for an agent without torch, whose interpreter may lie on a slow disk
+START_TIMEOUT = 120.0  # Seconds for an agent without torch to start, whose interpreter may lie on a slow disk
 END_TIMEOUT = 3.0  # Seconds for a zygote to end with its agent
 
 PER_RUN = re.compile("RANKZERO_(RUN_ID|SCRATCH)|_?AIRFLOW_CTX_.*|DAGSTER_(RUN|PIPES)_.*|PYTEST_CURRENT_TEST")
@@ -40,35 +41,42 @@ _KEPT = "_rankzero_zygotes"  # Attribute of `sys`, since a Python worker of Spar
 _PACKAGES = re.compile(r"(site|dist)-packages$|\.(zip|egg)$")
 _TAIL = 4096  # Bytes of what was printed last that an error shows
 
-_BOOTSTRAP = "import sys; sys.path[:1] = [sys.argv.pop(1)]; import rankzero, cloudpickle; "
-_BOOTSTRAP += "sys.path.append(sys.path.pop(0)); from rankzero.{} import main; main()"
+BOOTSTRAP = (
+    "import sys; sys.path[:1] = [sys.argv.pop(1)]; import rankzero, cloudpickle; sys.path.append(sys.path.pop(0)); "
+    "from rankzero.{} import {} as main; main()"
+)
+"""The program of a process that calls a function of rankzero, from the path that is its first argument."""
+
+
+class Agent:
+    """An agent that a zygote runs."""
+
+    def __init__(self, pid: int, zygote: subprocess.Popen[bytes] | None) -> None:
+        self._pidfd, self._zygote = -1, zygote
+        # It may have ended already.
+        with contextlib.suppress(ProcessLookupError):
+            self._pidfd = os.pidfd_open(pid)
+            weakref.finalize(self, os.close, self._pidfd)
+
+    def kill(self) -> None:
+        """Kills the agent, unless it has ended; its zygote ends its descendants. To be called from any thread."""
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        if self._zygote:
+            # It may be stopped.
+            self._zygote.send_signal(signal.SIGCONT)
 
 
 class Zygote:
-    """The owner's end of a zygote, whose agents import rankzero from the path ``code``, and the agent that it runs."""
+    """The owner's end of a zygote, and the agent that it runs."""
 
-    def __init__(self, channel: socket.socket, code: str) -> None:
-        self._channel, self._code, self._replies = channel, code, channel.makefile("rb", 0)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._is_alone = self._runs = False
-        self._directory: str | None = None
-        self._agent, self.key, self.most = 0, "", 0
-
-    @classmethod
-    def start(cls, config: dict[str, Any], log: IO[bytes], kind: str) -> Zygote:
-        """Starts a process, which can be sent a configuration immediately; ``log`` receives what it prints."""
-        code, directory = config["code_path"], None
-        if not code:
-            directory = make_scratch(scratch_root(), PREFIX) if kind == _WARM else config["scratch"]
-            code = os.path.join(directory, "rankzero.zip")
-            with open(code, "wb") as file:
-                file.write(config["code_zip"])
-        ours, theirs = socket.socketpair()
-        zygote = cls(ours, code)
-        zygote._is_alone, zygote._directory = kind == _ALONE, directory if kind == _WARM else None
-        with theirs:
-            zygote._process = _start_process(config, code, zygote._directory or "", kind, theirs, log)
-        return zygote
+    def __init__(self, channel: socket.socket, code: str, process: subprocess.Popen[bytes] | None = None) -> None:
+        """Takes the socket to a process whose agents import rankzero from the path ``code``."""
+        self._channel, self._code, self._replies, self._process = channel, code, channel.makefile("rb", 0), process
+        self.agent: Agent | subprocess.Popen[bytes] | None = None
+        """The agent, until it has ended; it is the process itself if that is no zygote."""
+        self.is_alone = False
+        self.key, self.most, self.directory = "", 0, ""
 
     def launch(self, settings: dict[str, Any], timeout: float) -> bool:
         """Makes the zygote fork an agent; returns False if it does not within ``timeout`` seconds."""
@@ -76,43 +84,36 @@ class Zygote:
             self._channel.settimeout(timeout)
             self._channel.sendall(json.dumps({**settings, "code_path": self._code}).encode() + b"\n")
             self._channel.settimeout(None)
-            reply = {"pid": 0} if self._is_alone else self._reply(timeout)
-            if reply is not None:
-                self._agent, self._runs = reply["pid"], True
-        return self._runs
+            if self.is_alone:
+                self.agent = self._process
+            elif reply := self._reply(timeout):
+                self.agent = Agent(reply["pid"], self._process)
+        return self.agent is not None
 
-    def _reply(self, timeout: float | None) -> dict[str, Any] | None:
+    def _reply(self, timeout: float | None) -> dict[str, int] | None:
         """Returns the next message; None if the zygote and its agent have exited, or in time none has come."""
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
         with contextlib.suppress(OSError):
             if poll.poll(timeout and timeout * 1000) and (line := self._replies.readline()).endswith(b"\n"):
-                message: dict[str, Any] = json.loads(line)
+                message: dict[str, int] = json.loads(line)
                 return message
         return None
 
     def wait(self) -> int:
         """Waits for the agent and all that it has started; returns its exit code, negative for a signal."""
-        if self._is_alone and self._process:
-            code = self._process.wait()
-        elif (reply := self._reply(None)) is not None:
-            code = reply["status"]
-        else:
+        if self.is_alone and self._process:
+            return self._process.wait()
+        reply, self.agent = self._reply(None), None
+        if reply is None:
             # The zygote was killed, and the agent has ended after it.
-            code, self.most = -signal.SIGKILL, 0
-        self._runs = False
-        return int(code)
-
-    def kill(self) -> None:
-        """Kills the agent with all its descendants. To be called from any thread."""
-        with contextlib.suppress(OSError):
-            self._channel.send(b"%d\n" % self._agent)
-        if self._process:
-            self._process.send_signal(signal.SIGKILL if self._is_alone else signal.SIGCONT)
+            self.most = 0
+            return -signal.SIGKILL
+        return reply["status"]
 
     def release(self) -> None:
         """Keeps the zygote for later launches; ends one that is not kept, or whose agent still runs."""
-        if self._runs or not self.most:
+        if self.agent or not self.most:
             self.close(END_TIMEOUT)
             return
         idle, _ = _kept()
@@ -122,35 +123,23 @@ class Zygote:
             idle.pop(0).close(0.0)
 
     def close(self, timeout: float) -> None:
-        """Ends the zygote, which gets this time to end its agent."""
+        """Ends the zygote; its agent gets this time to end, and then the zygote to end what a killed agent leaves."""
         # Not only closed: a child that this process has forked may have a copy of it.
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)
         if self._process:
             self._process.send_signal(signal.SIGCONT)
-        while self._reply(timeout) is not None:
-            pass
+        for _ in range(2):
+            while self._reply(timeout) is not None:
+                self.agent = None
+            if self.agent:
+                self.agent.kill()
         if self._process:
             self._process.kill()
             self._process.wait()
         self._replies.close()
         self._channel.close()
-        if self._directory:
-            shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def _start_process(
-    config: dict[str, Any], code: str, directory: str, kind: str, channel: socket.socket, log: IO[bytes] | int
-) -> subprocess.Popen[bytes]:
-    env = {**os.environ, **config["env"]}
-    if kind == _WARM:
-        # A check for GPUs that a library makes while it is imported must not open one.
-        env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    elif kind == _ALONE:
-        env = {**os.environ, "RANKZERO_SCRATCH": config["scratch"]}
-    program = _BOOTSTRAP.format("agent.supervise" if kind == _ALONE else "task.zygote")
-    command = [sys.executable, "-c", program, code, str(os.getpid()), directory, kind]
-    return subprocess.Popen(command, stdin=channel.fileno(), stdout=log, stderr=log, start_new_session=True, env=env)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def start(config: dict[str, Any], log: IO[bytes]) -> Zygote:
@@ -165,7 +154,7 @@ def start(config: dict[str, Any], log: IO[bytes]) -> Zygote:
     kind = _COLD if _has_pidfds() else _ALONE
     if config["preload_timeout"] and kind == _COLD and (zygote := _start_warm(config, settings, log)):
         return zygote
-    zygote = Zygote.start(config, log, kind)
+    zygote = _start_zygote(config, kind, log)
     if not zygote.launch(settings, START_TIMEOUT):
         zygote.close(0.0)
         raise RuntimeError(f"rankzero agent of task {config['task']} did not start{printed(log)}")
@@ -174,41 +163,69 @@ def start(config: dict[str, Any], log: IO[bytes]) -> Zygote:
 
 def _start_warm(config: dict[str, Any], settings: dict[str, Any], log: IO[bytes]) -> Zygote | None:
     """Returns a zygote that has torch loaded and runs the agent; None leaves the reason in the agent's notes."""
-    key, (idle, cold) = _key_of(config), _kept()
+    key, (_, cold) = _key_of(config), _kept()
+    for zygote in _candidates(config, key, log):
+        if zygote.launch(settings, config["preload_timeout"]):
+            zygote.key, zygote.most = key, config.get("zygotes", 1)
+            return zygote
+        zygote.close(0.0)
+    if key not in cold:
+        cold.append(key)
+        why = printed(log) or f": that took more than {config['preload_timeout']:g} s"
+        settings["notes"] = [f"rankzero: torch could not be loaded ahead, so each rank of this process imports it{why}"]
+    return None
+
+
+def _candidates(config: dict[str, Any], key: str, log: IO[bytes]) -> Iterator[Zygote]:
+    """Yields an idle zygote, one that another process of this user forks, and a new one."""
+    idle, cold = _kept()
     for zygote in [zygote for zygote in idle if zygote.key == key]:
-        with contextlib.suppress(ValueError):
-            # Raises if another thread has taken it.
+        try:
             idle.remove(zygote)
-            # Another object: who has the first one may kill no later agent.
-            again = copy.copy(zygote)
-            if again.launch(settings, config["preload_timeout"]):
-                return again
-            again.close(0.0)
+        except ValueError:
+            # Another thread has taken it.
+            continue
+        yield zygote
     if key in cold:
-        return None
-    for is_shared in (True, False):
-        found = _connect(config) if is_shared else Zygote.start(config, log, _WARM)
-        if found and found.launch(settings, config["preload_timeout"]):
-            found.key, found.most = key, config.get("zygotes", 1)
-            return found
-        if found:
-            found.close(0.0)
-    cold.append(key)
-    why = printed(log) or f": that took more than {config['preload_timeout']:g} s"
-    settings["notes"] = [f"rankzero: torch could not be loaded ahead, so each rank of this process imports it{why}"]
-    return None
+        return
+    if address := config.get("ahead") or os.environ.get(SHARED):
+        channel = socket.socket(socket.AF_UNIX)
+        # Such a process may have ended.
+        with contextlib.suppress(OSError):
+            channel.connect(address)
+        yield Zygote(channel, config["code_path"] or "")
+    yield _start_zygote(config, _WARM, log)
 
 
-def _connect(config: dict[str, Any]) -> Zygote | None:
-    """Returns a zygote that another process of this user forks; None if there is no such process."""
-    if not (address := config.get("ahead") or os.environ.get(SHARED)):
-        return None
-    channel = socket.socket(socket.AF_UNIX)
-    with contextlib.suppress(OSError):
-        channel.connect(address)
-        return Zygote(channel, config["code_path"] or "")
-    channel.close()
-    return None
+def _start_zygote(config: dict[str, Any], kind: str, log: IO[bytes]) -> Zygote:
+    """Starts a process that can be sent a configuration immediately; ``log`` receives what it prints."""
+    directory = make_scratch(scratch_root()) if kind == _WARM else config["scratch"]
+    ours, theirs = socket.socketpair()
+    with theirs:
+        zygote = Zygote(ours, *_start_process(config, kind, directory, theirs, log))
+    zygote.is_alone = kind == _ALONE
+    if kind == _WARM:
+        zygote.directory = directory
+    return zygote
+
+
+def _start_process(
+    config: dict[str, Any], kind: str, directory: str, stdin: socket.socket, log: IO[bytes] | int
+) -> tuple[str, subprocess.Popen[bytes]]:
+    """Starts a process; returns the path of its code, which is in the directory unless this host has it, and it."""
+    if not (code := config["code_path"]):
+        code = os.path.join(directory, "rankzero.zip")
+        with open(code, "wb") as file:
+            file.write(config["code_zip"])
+    env = os.environ | {"RANKZERO_SCRATCH": config["scratch"]} if kind == _ALONE else os.environ | config["env"]
+    if kind == _WARM:
+        # A check for GPUs that a library makes while it is imported must not open one.
+        env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    program = BOOTSTRAP.format("agent.supervise" if kind == _ALONE else "task.zygote", "main")
+    own = directory if kind == _WARM else ""
+    command = [sys.executable, "-c", program, code, str(os.getpid()), own, kind]
+    process = subprocess.Popen(command, stdin=stdin.fileno(), stdout=log, stderr=log, start_new_session=True, env=env)
+    return code, process
 
 
 def start_ahead(config: dict[str, Any]) -> str | None:
@@ -218,12 +235,13 @@ def start_ahead(config: dict[str, Any]) -> str | None:
     """
     if SHARED in os.environ:
         return None
-    directory = make_scratch(tempfile.gettempdir(), PREFIX)
+    directory = make_scratch(tempfile.gettempdir())
+    path = os.path.join(directory, "zygote")
     with socket.socket(socket.AF_UNIX) as listener:
         try:
-            listener.bind(path := os.path.join(directory, "zygote"))
+            listener.bind(path)
             listener.listen()
-            process = _start_process(config, config["code_path"], directory, _WARM, listener, subprocess.DEVNULL)
+            _, process = _start_process(config, _WARM, directory, listener, subprocess.DEVNULL)
         except OSError:
             # Such as a path that is too long for a socket.
             shutil.rmtree(directory, ignore_errors=True)
@@ -245,13 +263,12 @@ def _key_of(config: dict[str, Any]) -> str:
     env = {name: value for name, value in {**os.environ, **config["env"]}.items() if not PER_RUN.fullmatch(name)}
     limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
     with open("/proc/self/status") as file:
-        mask = [line for line in file if line.startswith("Umask:")]
+        inherited = [line for line in file if line.startswith(("Umask:", "Cpus_allowed:"))]
     # Installing a package changes the directory that it is in.
     found = [place for place in sys.path if _PACKAGES.search(place) and os.path.exists(place)]
     packages = [(place, os.stat(place).st_mtime_ns) for place in found]
     code = config["code_path"] or hashlib.sha256(config["code_zip"]).hexdigest()
-    inherited = [os.readlink("/proc/self/cwd"), mask, limits, sorted(os.sched_getaffinity(0))]
-    facts = [sys.executable, code, packages, inherited, env]
+    facts = [sys.executable, code, packages, os.readlink("/proc/self/cwd"), inherited, limits, env]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from rankzero import store
 from rankzero.channel import messages
-from rankzero.run.checkpoints import PIECES, Manifest
+from rankzero.run.checkpoints import Manifest
 from rankzero.train import context
 from rankzero.train.parts import Parts
 from rankzero.train.writer import CheckpointWriter
@@ -129,10 +128,9 @@ def _writer(home: str) -> CheckpointWriter:
     def send(message: messages.Message) -> None:
         if isinstance(message, messages.Part):
             manifest = Manifest.of_parts(home, 0, 1, {0: message.facts()})
-            store.write_bytes(store.join(manifest.folder, PIECES), (message.pieces or "").encode())
             writer.committed(manifest.for_ranks([0]))
-        elif isinstance(message, messages.PartFailed):
-            writer.on_message(messages.NotCommitted(message.index))
+        elif isinstance(message, messages.Lost):
+            writer.on_message(message)
 
     start = messages.Start(run_directory=home, run_token="", shared=True, scratch=home)
     writer = CheckpointWriter(Parts(start, str), 0, 0, 1, send)

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 class Checkpoint:
     """A committed checkpoint of this run, whatever the world size of the attempt that wrote it.
 
-    A whole checkpoint (rank 0's) is the same for every rank of any world. A sharded checkpoint can be read by a world
-    of any size if it consists of states with DTensors or of directories of ``torch.distributed.checkpoint``: each rank
-    reads the pieces that it needs. Other sharded checkpoints are read by a world of the same size, or part by part.
+    A whole checkpoint (rank 0's) is the same for every rank of any world. A sharded checkpoint of states with DTensors
+    can be read by a world of any size. Others are read by a world of the same size, or part by part.
 
     Attributes:
         id: Name of the checkpoint.
@@ -51,9 +50,9 @@ class Checkpoint:
         Args:
             rank: The rank whose part of a sharded checkpoint is loaded; None for this rank's.
             into: A state dict of the model that trains now, with the same names. Its tensors and DTensors are filled,
-                on whatever device they are, and are the ones in the state that is returned. Each rank reads only the
-                pieces that it needs, however many ranks wrote them. Top-level keys that ``into`` lacks are left out if
-                they hold DTensors.
+                on whatever device they are, and are the ones in the state that is returned. A rank reads its own part
+                only, unless the world has another size or the tensors are sharded otherwise. Top-level keys that
+                ``into`` lacks are left out if they hold tensors.
 
         Raises:
             ResultError: the file is damaged or cannot be reached, the checkpoint is a directory or was written by
@@ -68,23 +67,20 @@ class Checkpoint:
         """
         with self._still_there():
             name, part = self._part(rank)
-            if part["format"] in (formats.DIRECTORY, formats.DISTRIBUTED):
+            if part["format"] == formats.DIRECTORY:
                 raise ResultError(f"checkpoint {self.id} is a directory: use as_directory() or to_directory(path)")
             if part["format"] == formats.SHARDS:
-                indexes = self._files.indexes(self.id, self._all)
-                with sharded.ShardedState(name, self._all, indexes, self._open) as state:
-                    return state.load(into)
-            found = formats.read(self._files.path(self.id, name, part), part["format"], part["sha256"])
-        return found if into is None else sharded.fill(into, found)
+                others = [int(each) for each in self._all if each != name]
+                is_same_world = self.world_size == self._present_world_size
+                return sharded.load(int(name), others, self._read, into, is_same_world=is_same_world)
+            found = self._read(int(name), part["format"])
+        return found if into is None else sharded.load(0, [], lambda _: found, into)
 
     def to_directory(self, path: str | os.PathLike[str], rank: int | None = None) -> str:
-        """Copies a checkpoint that was reported as a directory to ``path``, which is created if it does not exist.
-
-        A checkpoint that ``torch.distributed.checkpoint`` saved gets the files of all ranks, so that its ``load`` finds
-        them.
+        """Copies a checkpoint that was reported as a directory, and returns the path of the copy.
 
         Args:
-            path: Local directory.
+            path: Local directory, which is created if it does not exist.
             rank: The rank whose part of a sharded checkpoint is copied; None for this rank's.
 
         Raises:
@@ -94,12 +90,10 @@ class Checkpoint:
         target = os.fspath(path)
         with self._still_there():
             name, part = self._part(rank)
-            if part["format"] not in (formats.DIRECTORY, formats.DISTRIBUTED):
+            if part["format"] != formats.DIRECTORY:
                 raise ResultError(f"checkpoint {self.id} is a state, not a directory: use load()")
             os.makedirs(target, exist_ok=True)
-            for each in self._all if rank is None and part["format"] == formats.DISTRIBUTED else [name]:
-                part = self._facts(each)
-                formats.read_directory(self._files.path(self.id, each, part), part["sha256"], target)
+            formats.read_directory(self._files.path(self.id, name, part), part["sha256"], target)
         return target
 
     @contextlib.contextmanager
@@ -135,7 +129,7 @@ class Checkpoint:
 
     def _part(self, rank: int | None = None) -> tuple[str, Part]:
         """Returns the rank, as text, and the facts of the part that ``load(rank)`` reads."""
-        is_resharded = not {formats.SHARDS, formats.DISTRIBUTED}.isdisjoint(self._manifest["formats"])
+        is_resharded = formats.SHARDS in self._manifest["formats"]
         if rank is None and self.sharded and not is_resharded and self.world_size != self._present_world_size:
             raise ResultError(
                 f"checkpoint {self.id} has a part of each of {self.world_size} ranks, and this world has "
@@ -149,5 +143,6 @@ class Checkpoint:
     def _facts(self, name: str) -> Part:
         return self._manifest["parts"].get(name) or self._all[name]
 
-    def _open(self, name: str) -> Any:
-        return self._files.open(self.id, name, self._facts(name))
+    def _read(self, rank: int, file_format: str = formats.PICKLE) -> Any:
+        part = self._facts(str(rank))
+        return formats.read(self._files.path(self.id, str(rank), part), file_format, part["sha256"])

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from rankzero.train.parts import Parts
     from rankzero.train.writer import CheckpointWriter
 
-REPORT_LIMIT = 1 << 20
-"""Most bytes that the metrics of one report take as JSON."""
+REPORT_LIMIT = 1 << 20  # Most bytes that the metrics of one report take as JSON
 
 RANK_PROCESS = "RANKZERO_RANK_PROCESS"
 """Environment variable: process id of the rank, set in the rank and in the processes that it starts."""
@@ -258,10 +257,9 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
 
 
 def await_checkpoint() -> None:
-    """Waits until the last checkpoint that this rank has reported is committed, or has failed with a log message.
+    """Waits until the last checkpoint that this rank has reported is committed or has failed, at most ten minutes.
 
-    With whole checkpoints, every rank that has reported as often as rank 0 waits for the same one. After ten minutes
-    the call returns anyway, with a log message.
+    With whole checkpoints, every rank that has reported as often as rank 0 waits for the same one.
     """
     session = own("await_checkpoint")
     if session.writer is not None:

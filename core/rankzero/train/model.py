@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rankzero.train.context import get_context
 from rankzero.train.process_group import broadcast_object, ensure_process_group
-from rankzero.values import tensors
+from rankzero.values.tensors import is_sharded
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ def prepare_model(
         raise TypeError(f"model is of type {type(model).__name__}; give a torch.nn.Module")
     if unwrap_model(model) is not model and not _is_compiled(model):
         raise TypeError(f"the model is wrapped already, in {type(model).__name__}; give the plain module")
-    if strategy and "mesh" not in kwargs and any(_is_part(parameter) for parameter in model.parameters()):
+    if strategy and "mesh" not in kwargs and any(is_sharded(parameter) for parameter in model.parameters()):
         raise ValueError("the model is tensor-parallel: give strategy='fsdp' and mesh=, the mesh of its replicas")
     device = get_context().device
     if device.type != "cpu":
@@ -102,17 +102,12 @@ def _broadcast(tensor: Any, mesh: Any) -> None:
     """Broadcasts rank 0's tensor; a tensor-parallel part is broadcast by the mesh's first rank that has this part."""
     import torch.distributed as dist
 
-    if not _is_part(tensor):
+    if not is_sharded(tensor):
         dist.broadcast(tensor, src=0)
         return
     for dimension in range(mesh.ndim):
         group = mesh.get_group(dimension)
         dist.broadcast(tensor.to_local(), src=dist.get_global_rank(group, 0), group=group)
-
-
-def _is_part(tensor: Any) -> bool:
-    """Returns True for a DTensor, without importing its module."""
-    return hasattr(tensor, "to_local")
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -139,8 +134,7 @@ def full_state_dict(model: nn.Module) -> State:
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    live = [*model.parameters(), *model.buffers()]
-    return _on_rank_zero(get_model_state_dict(model, options=_options()), live)
+    return _on_rank_zero(get_model_state_dict(model, options=_options()))
 
 
 def load_full_state_dict(model: nn.Module, state: State) -> None:
@@ -177,8 +171,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     has_state = bool(optimizer.state)
-    gathered = get_optimizer_state_dict(model, optimizer, options=_options())
-    state = _on_rank_zero(gathered, [list(optimizer.state.values()), optimizer.param_groups])
+    state = _on_rank_zero(get_optimizer_state_dict(model, optimizer, options=_options()))
     if not has_state:
         # torch has made one by a step at a learning rate of 0, which would count as the first step.
         optimizer.state.clear()
@@ -257,22 +250,9 @@ def _options(*, loading: bool = False) -> Any:
     )
 
 
-def _on_rank_zero(state: Any, live: Any) -> State:
-    """Returns a state on rank 0 with copies of the tensors that are live, and an empty one on every other rank."""
-    from torch.utils._pytree import tree_leaves
-
-    if get_context().rank != 0:
-        return {}
-    memories = {None, *(_memory(each.to_local() if _is_part(each) else each) for each in tree_leaves(live))}
-    # What torch has gathered is a copy already; the extra state of a module may be anything.
-    found = tree_leaves([value for name, value in state.items() if not name.endswith("_extra_state")])
-    return copy.deepcopy(state, {id(each): each for each in found if _memory(each) not in memories})
-
-
-def _memory(tensor: Any) -> int | None:
-    """Returns the address of a dense tensor's memory; None for other values."""
-    is_dense = hasattr(tensor, "layout") and tensors.is_dense(tensor)
-    return tensor.untyped_storage().data_ptr() if is_dense else None
+def _on_rank_zero(state: Any) -> State:
+    """Returns a copy of a state on rank 0, since torch returns the live tensors of the CPU; elsewhere an empty one."""
+    return copy.deepcopy(state) if get_context().rank == 0 else {}
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, list[int]]:

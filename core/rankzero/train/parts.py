@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 from rankzero import bounds, store
@@ -16,16 +15,11 @@ from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.messages import Start
 from rankzero.errors import ResultError
 from rankzero.host import forks
-from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES
+from rankzero.run.checkpoints import FOLDER, MANIFEST
 from rankzero.store import remote
 from rankzero.values import formats
-from rankzero.values.digest import Writable
 
-REFUSAL_PAUSE = bounds.scaled(300.0)  # For which checkpoints go to the driver once the object store has refused one
 PART_UPLOAD_TIMEOUT = bounds.scaled(30.0)  # From the first failed write of a part until the rank gives up
-
-READ_AHEAD = 4 << 20
-"""Bytes that one request to a store reads, even if fewer are needed."""
 
 _COPY_CHUNK = 8 << 20
 
@@ -33,7 +27,7 @@ Part = Mapping[str, Any]
 
 
 class NotTakenError(Exception):
-    """The store did not accept a part; it may accept the next one."""
+    """The store refused a part for `PART_UPLOAD_TIMEOUT` seconds; it may accept the next one."""
 
 
 class Parts:
@@ -44,8 +38,16 @@ class Parts:
     3. The host's scratch directory: the agent sends what is written there to the driver, and fetches what is needed.
     """
 
-    def __init__(self, start: Start, fetch: Callable[[str], str]) -> None:
-        """Prepares the access without connecting to a store; ``fetch`` has the agent fetch a file of the driver."""
+    def __init__(
+        self, start: Start, fetch: Callable[[str], str], put: Callable[[str, str], object] = lambda name, path: None
+    ) -> None:
+        """Prepares the access without connecting to a store.
+
+        Args:
+            start: The work of this rank.
+            fetch: Makes the agent fetch a file of the driver.
+            put: Makes the agent send a file to the driver, under a name.
+        """
         self.shared = start.shared
         self.run_directory = start.run_directory
         self._token = start.run_token
@@ -53,19 +55,19 @@ class Parts:
         checkpoint = start.checkpoint or {}
         self._resumed, self._resumed_place = checkpoint.get("id"), checkpoint.get("place") or start.run_directory
         self._fetch = fetch
+        self.put = put
         self._lock = threading.Lock()
         self._client: remote.Client | None = None
-        self._connect_at: float | None = 0.0
+        self._is_connected = False
         self.is_being_read = False
         """True while training waits for a part, which may be slow and is no hang."""
 
     def client(self) -> remote.Client | None:
         """Returns this rank's client of the object store; None if it has none."""
         with forks.held(), self._lock:
-            if self._connect_at is not None and time.monotonic() >= self._connect_at:
-                self._connect_at = None
-                if not self.shared and store.is_url(self.run_directory):
-                    self._client = remote.reach(self.run_directory, self._token)
+            if not (self._is_connected or self.shared) and store.is_url(self.run_directory):
+                self._client = remote.reach(self.run_directory, self._token)
+            self._is_connected = True
             return self._client
 
     def check_directory(self) -> None:
@@ -90,20 +92,17 @@ class Parts:
         """Returns the local folder in which this host writes its parts of a checkpoint."""
         return os.path.join(self.run_directory if self.shared else self._scratch, FOLDER, checkpoint)
 
-    def archive(self, directory: str) -> tuple[IO[bytes], int, str]:
-        """Archives a directory on this host; returns the file, which its end deletes, its size and its sha256."""
-        file = tempfile.NamedTemporaryFile(prefix="archive-", dir=self._scratch or None)
-        return file, *formats.write_directory(directory, file.name)
+    def archive(self, directory: str) -> IO[bytes]:
+        """Archives a directory on this host; returns the open file, which its end deletes."""
+        file: Any = tempfile.NamedTemporaryFile(prefix="archive-", dir=self._scratch or None)
+        formats.write_directory(directory, file)
+        return file  # type: ignore[no-any-return]
 
     def write(self, checkpoint: str, file: str, source: IO[bytes]) -> dict[str, Any]:
         """Copies an open file to a part, which exists completely or not at all.
 
-        Returns:
-            ``path``, and ``shared``: True if the part is in the run directory and need not be sent to the driver.
-
-        Raises:
-            NotTakenError: the store has refused the part for `PART_UPLOAD_TIMEOUT` seconds.
-            OSError: the disk cannot hold the part.
+        Returns its ``path``; ``shared``: True if that is in the run directory; else ``upload``, its name at the driver.
+        Raises NotTakenError, or OSError if the disk cannot hold the part.
         """
         if client := self.client():
             url = store.join(self.run_directory, FOLDER, checkpoint, file)
@@ -118,7 +117,10 @@ class Parts:
             local.flush()
             os.fsync(local.fileno())
             self.check_directory()
-        return {"path": path, "shared": self.shared}
+        if self.shared:
+            return {"path": path, "shared": True}
+        self.put(f"{checkpoint}-{file}", path)
+        return {"path": path, "shared": False, "upload": f"{checkpoint}-{file}"}
 
     def upload_value(self, path: str, name: str) -> str | None:
         """Copies rank 0's value to the store and returns its URL; None if this rank cannot, and the driver must."""
@@ -146,8 +148,7 @@ class Parts:
             except Exception as error:
                 if remote.is_refusal(error):
                     print(f"rankzero: the store refuses files of this rank, which sends them to the driver: {error}")
-                    # Credentials that have expired may be renewed.
-                    self._client, self._connect_at = None, time.monotonic() + REFUSAL_PAUSE()
+                    self._client = None
                     return False
                 # Counted from the first failure, since a large part alone may take longer.
                 deadline = deadline or time.monotonic() + timeout
@@ -159,13 +160,8 @@ class Parts:
         """Returns all parts of a checkpoint by rank, as text, of which its manifest here has this task's. Reads one."""
         if not manifest["sharded"] or len(manifest["parts"]) == manifest["world_size"]:
             return manifest["parts"]  # type: ignore[no-any-return]
-        with self.open(manifest["id"], "manifest", {"file": MANIFEST}) as file:
+        with open(self.path(manifest["id"], "manifest", {"file": MANIFEST})) as file:
             return json.load(file)["parts"]  # type: ignore[no-any-return]
-
-    def indexes(self, checkpoint: str, ranks: Iterable[str]) -> dict[str, bytes]:
-        """Returns the indexes of a sharded checkpoint's parts by rank, as text. Raises like `path`."""
-        with self.open(checkpoint, "pieces", {"file": PIECES}) as file:
-            return dict(zip(sorted(ranks, key=int), file.read().split(b"\n"), strict=False))
 
     def path(self, checkpoint: str, rank: str, part: Part) -> str:
         """Returns a local path of a part, which is fetched to this host if necessary.
@@ -184,14 +180,6 @@ class Parts:
             raise ResultError(f"this host cannot reach the part of rank {rank} of checkpoint {checkpoint}")
         return self._fetch(f"checkpoint-{rank}")
 
-    def open(self, checkpoint: str, rank: str, part: Part) -> IO[bytes]:
-        """Opens a part, from which a remote store sends only the ranges that are read. Raises like `path`."""
-        if not self.shared and not self._here(checkpoint, part) and (client := self.client()):
-            # Pieces are small and contiguous.
-            file = client.open_read(self._location(checkpoint, part))
-            return io.BufferedReader(file, READ_AHEAD)  # type: ignore[type-var]
-        return open(self.path(checkpoint, rank, part), "rb")
-
     def _location(self, checkpoint: str, part: Part) -> str:
         return store.join(self.place(checkpoint), FOLDER, checkpoint, part["file"])
 
@@ -205,7 +193,7 @@ class Parts:
         return next(filter(os.path.exists, paths), None)
 
 
-def _copy(source: IO[bytes], file: Writable) -> None:
+def _copy(source: IO[bytes], file: Any) -> None:
     source.seek(0)
     while chunk := source.read(_COPY_CHUNK):
         file.write(chunk)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import os
 import shutil
 import threading
@@ -19,6 +18,7 @@ from rankzero.train.checkpoint import Checkpoint
 from rankzero.train.parts import NotTakenError, Parts
 from rankzero.values import formats
 from rankzero.values import sharded as sharding
+from rankzero.values.digest import digest_of_file
 
 
 class CheckpointWriter:
@@ -84,14 +84,9 @@ class CheckpointWriter:
     def write(
         self, value: object, metrics: dict[str, Any], when: float, *, sharded: bool, has_result: bool = False
     ) -> None:
-        """Copies a checkpoint, which is written and committed while training continues. Raises like `report`.
+        """Copies a checkpoint of a report, which is written while training continues. Raises like `report`.
 
-        Args:
-            value: The checkpoint.
-            metrics: Metrics of its report.
-            when: Unix time of its report.
-            sharded: Whether every rank gives a part.
-            has_result: Whether this rank has set the value of the run in this attempt.
+        ``has_result`` is True if this rank has set the value of the run in this attempt.
         """
         directory = _directory(value)
         sharded = sharded or (directory is None and sharding.has_sharded(value))
@@ -105,8 +100,6 @@ class CheckpointWriter:
         index, self._next = self._next, self._next + 1
         facts = {"id": self._name(index), "index": index, "sharded": sharded, "metrics": metrics, "time": when}
         facts["has_result"] = has_result or self.had_result
-        # From here on the agent gives this process its grace to finish, however the attempt ends.
-        self._send(messages.PartBegun(index))
         try:
             with self._blocking():
                 self._await_written()
@@ -125,7 +118,7 @@ class CheckpointWriter:
             self._fail(index, error)
             return
         except BaseException as error:
-            self._send(messages.PartFailed(index))
+            self._send(messages.Lost(index))
             if not isinstance(error, OSError):
                 raise
             raise ResultError(f"checkpoint {facts['id']} of rank {self._rank} cannot be written: {error}") from error
@@ -135,20 +128,22 @@ class CheckpointWriter:
             self._changed.notify_all()
 
     def _take(self, value: Any, directory: str | None, facts: dict[str, Any]) -> IO[bytes]:
-        """Returns a copy of a checkpoint as an open file, and adds facts about it."""
-        memory = io.BytesIO()
+        """Returns a copy of a checkpoint as an open file, and adds facts about it.
+
+        It starts no thread: a signal handler may report, too, and would wait for a lock of the code that it interrupts.
+        """
         if directory is not None:
             # The training function may delete the directory when `report` returns.
-            is_distributed = facts["sharded"] and formats.is_distributed(directory)
-            facts["format"] = formats.DISTRIBUTED if is_distributed else formats.DIRECTORY
-            archive, facts["size"], facts["sha256"] = self._parts.archive(directory)
-        elif sharding.has_sharded(value):
-            facts |= {"format": formats.SHARDS, **sharding.write_to(value, memory)}
+            facts["format"] = formats.DIRECTORY
+            source = self._parts.archive(directory)
         else:
-            facts["format"] = formats.choose(value)
-            facts["size"], facts["sha256"] = formats.write_to(value, facts["format"], memory)
+            source = open(os.memfd_create("rankzero-checkpoint"), "w+b")
+            is_sharded = sharding.has_sharded(value)
+            stored, own = (sharding.split(value), formats.PICKLE) if is_sharded else (value, formats.choose(value))
+            facts["format"] = formats.SHARDS if is_sharded else own
+            formats.dump(stored, own, source)
         facts["file"] = f"rank-{self._rank}.{facts['format']}"
-        return memory if directory is None else archive
+        return source
 
     def finish(self) -> None:
         """Waits until all copied checkpoints are written. Raises ResultError if the disk has refused one."""
@@ -156,11 +151,7 @@ class CheckpointWriter:
             self._await_written()
 
     def await_settled(self) -> None:
-        """Waits until the last checkpoint that this rank has reported is committed or has failed.
-
-        With whole checkpoints, other ranks than 0 wait for the one that rank 0 reports in its call of the same number.
-        The wait lasts as long as the driver tries to store the checkpoint, at most `CHECKPOINT_COMMIT_TIMEOUT` seconds.
-        """
+        """Waits for the last checkpoint like `await_checkpoint`, at most `CHECKPOINT_COMMIT_TIMEOUT` seconds."""
         with self._blocking():
             if not self._await(self._next - 1):
                 name, bound = self._name(self._next - 1), bounds.CHECKPOINT_COMMIT_TIMEOUT()
@@ -195,8 +186,8 @@ class CheckpointWriter:
                 self._writing += 1
                 facts, source = self._waiting.popleft()
             try:
-                # Closing it frees the memory before the next report may copy, unless what was read back is garbage.
-                with contextlib.suppress(BufferError), source:
+                # Closing it frees the memory before the next report may copy.
+                with source:
                     self._write(facts, source)
             finally:
                 with self._changed:
@@ -205,6 +196,8 @@ class CheckpointWriter:
 
     def _write(self, facts: dict[str, Any], source: IO[bytes]) -> None:
         try:
+            facts["sha256"] = digest_of_file(source.fileno())
+            facts["size"] = os.fstat(source.fileno()).st_size
             facts |= self._parts.write(facts["id"], facts["file"], source)
             if not facts["shared"]:
                 self._staged = facts["index"]
@@ -216,19 +209,19 @@ class CheckpointWriter:
 
     def _fail(self, index: int, error: Exception) -> None:
         """Reports a part that failed to the driver, and to the next report unless it may be written next time."""
-        self._send(messages.PartFailed(index))
+        self._send(messages.Lost(index))
         name = f"checkpoint {self._name(index)} of rank {self._rank}"
         if isinstance(error, NotTakenError):
             print(f"rankzero: {name} is left out: {error}; the previous one is complete")
         else:
-            own = isinstance(error, ResultError)
-            self._failure = error if own else ResultError(f"{name} cannot be written: {error}")  # type: ignore[assignment]
+            is_known = isinstance(error, ResultError)
+            self._failure = error if is_known else ResultError(f"{name} cannot be written: {error}")  # type: ignore[assignment]
 
     def on_message(self, message: messages.Message) -> None:
         """Handles a message of the driver about a checkpoint."""
         if isinstance(message, messages.Committed):
             self.committed(message.manifest)
-        elif isinstance(message, messages.NotCommitted):
+        elif isinstance(message, messages.Lost):
             self._settle(message.index)
 
     def committed(self, manifest: Mapping[str, Any]) -> None:

@@ -14,17 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import json
 import os
 import sys
-from collections.abc import Callable
 from typing import IO, TYPE_CHECKING, Any
 
-from rankzero.errors import ResultError
 from rankzero.values import digest as digests
 from rankzero.values import pickled, tensors
-from rankzero.values.digest import Writable
 from rankzero.values.plain import is_json
 
 if TYPE_CHECKING:
@@ -33,10 +29,8 @@ if TYPE_CHECKING:
 JSON, TORCH, PICKLE = "json", "torch", "pickle"
 DIRECTORY = "tar"
 """Format of a directory tree, for checkpoints."""
-DISTRIBUTED = "dcp.tar"
-"""Format of one rank's directory from ``torch.distributed.checkpoint``, which is loaded with those of all ranks."""
 SHARDS = "shards"
-"""Format of one rank's pieces of a sharded state, for checkpoints: see `rankzero.values.sharded`."""
+"""Format of one rank's part of a sharded state, for checkpoints: see `rankzero.values.sharded`."""
 
 
 def choose(value: object) -> str:
@@ -51,78 +45,49 @@ def choose(value: object) -> str:
 
 
 def write(value: object, file_format: str, path: str) -> tuple[int, str]:
-    """Writes a value to a local file, and returns the file's size in bytes and its digest.
+    """Writes a value to a local file, and returns the file's size in bytes and its digest. Raises like `dump`."""
+    with open(path, "w+b") as file, digests.HashedFile(file) as hashed:
+        dump(value, file_format, hashed)
+        digest = hashed.digest(functools.partial(os.fsync, file.fileno()))
+        return os.fstat(file.fileno()).st_size, digest
+
+
+def dump(value: object, file_format: str, file: IO[bytes] | digests.HashedFile) -> None:
+    """Writes a value to an open file, and reads it back.
 
     Raises:
         ResultError: the value cannot be pickled, or the file cannot be read back; the message has the value's type.
     """
-    with open(path, "w+b") as file:
-        hashed = digests.FileDigest(file)
-        _dump(value, file_format, hashed)
-        file.flush()
-        if file_format != JSON:
-            with pickled.reading_back(value):
-                _read(file, file_format)
-        return _complete(hashed, file)
-
-
-def _complete(hashed: digests.FileDigest, file: IO[bytes]) -> tuple[int, str]:
-    """Returns a file's size in bytes and its digest. The disk writes while the cores hash."""
-    digest = hashed.text(functools.partial(os.fsync, file.fileno()))
-    return os.fstat(file.fileno()).st_size, digest
-
-
-def write_to(value: object, file_format: str, file: io.BytesIO) -> tuple[int, str]:
-    """Writes a value to an empty file in memory like `write`."""
-    _dump(value, file_format, file)
-    with pickled.reading_back(value):
-        if file_format == TORCH:
-            # Without the memory of the tensors.
-            file.seek(0)
-            sys.modules["torch"].load(file, map_location="meta", weights_only=True)
-        elif file_format == PICKLE:
-            pickled.unpack(file.getbuffer(), pickled.Loader)
-    return file.seek(0, os.SEEK_END), digests.digest_of([file.getbuffer()])
-
-
-def _dump(value: object, file_format: str, file: Writable) -> None:
     if file_format == JSON:
         file.write(json.dumps(value).encode())
     elif file_format == TORCH:
         import torch
 
         try:
-            torch.save(value, file, pickle_module=tensors.TorchPickle, pickle_protocol=2)  # type: ignore[arg-type]
+            torch.save(value, file, pickle_module=tensors.TorchPickle, pickle_protocol=2)
         except RuntimeError as error:
             # torch's own error about a file that it could not finish hides that of the file.
             raise error.__context__ or error from None
     else:
         for part in pickled.pickled(value):
             file.write(part)
+    file.flush()
+    with pickled.loading(f"a value of type {pickled.type_name(value)} was written, but cannot be read back"):
+        _read(file.fileno(), file_format)
 
 
-def write_directory(directory: str, path: str) -> tuple[int, str]:
-    """Writes a directory tree as one uncompressed tar file; returns like `write`."""
+def write_directory(directory: str, file: IO[bytes]) -> None:
+    """Writes the files and folders of a directory to an open file, as an uncompressed tar archive."""
     import tarfile
 
-    with open(path, "w+b") as file:
-        hashed = digests.FileDigest(file)
-        # Links are followed: their targets may not exist where the checkpoint is opened.
-        writing: Any = {"fileobj": hashed, "mode": "w|", "dereference": True, "bufsize": 1 << 20}
-        with tarfile.open(**writing) as archive:
-            archive.gettarinfo = functools.partial(_entry, archive.gettarinfo)  # type: ignore[method-assign]
-            archive.add(directory, arcname=".")
-        return _complete(hashed, file)
+    def chosen(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        # Sockets and the like.
+        return entry if entry.isfile() or entry.isdir() else None
 
-
-def _entry(read: Callable[..., Any], name: str, *more: Any) -> Any:
-    """Returns the tar entry of a file or folder; None leaves out others, and links to a folder around the link."""
-    inside = os.path.join(os.path.realpath(os.path.dirname(name)), "")
-    is_loop = os.path.islink(name) and inside.startswith(os.path.join(os.path.realpath(name), ""))
-    if not is_loop and (os.path.isfile(name) or os.path.isdir(name)):
-        return read(name, *more)
-    print(f"rankzero: the checkpoint leaves out {name}, which is no file, or a link that cannot be followed")
-    return None
+    # Links are followed: their targets may not exist where the checkpoint is opened.
+    with tarfile.open(fileobj=file, mode="w|", dereference=True, bufsize=1 << 20) as archive:
+        archive.add(directory, arcname=".", filter=chosen)
+    file.flush()
 
 
 def unpack(archive: tarfile.TarFile, target: str | os.PathLike[str]) -> None:
@@ -139,7 +104,7 @@ def read_directory(path: str, digest: str, target: str) -> None:
     import tarfile
 
     with open(path, "rb") as file:
-        digests.verify(file, digest)
+        digests.verify(file.fileno(), digest, path)
         with pickled.loading(f"{path} cannot be unpacked"), tarfile.open(fileobj=file) as archive:
             unpack(archive, target)
 
@@ -160,30 +125,26 @@ def read_open(file: IO[bytes], location: str, file_format: str, digest: str | No
     with pickled.loading(f"the result {location} cannot be loaded here"):
         # By the descriptor, so that the checked file is the one that is loaded, even if its name is replaced.
         if digest is not None:
-            digests.verify(file, digest, location)
-        return _read(file, file_format)
+            digests.verify(file.fileno(), digest, location)
+        return _read(file.fileno(), file_format)
 
 
-def _read(file: IO[bytes], file_format: str) -> Any:
+def _read(file: int, file_format: str) -> Any:
     if file_format == JSON:
-        return json.load(file)
+        with open(f"/dev/fd/{file}", "rb") as text:
+            return json.load(text)
     if file_format == TORCH:
         import torch
 
         # torch maps a file by its name; a mapping is private, so that the file is never changed.
-        return torch.load(f"/dev/fd/{file.fileno()}", map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(f"/dev/fd/{file}", map_location="cpu", weights_only=True, mmap=True)
     if file_format == PICKLE:
-        return pickled.open_packed(file.fileno(), pickled.Loader)
-    raise ResultError(f"{file.name} has the format {file_format!r}, which is not known here: upgrade rankzero")
-
-
-def is_distributed(directory: str) -> bool:
-    """Returns True for a directory that ``torch.distributed.checkpoint`` wrote."""
-    return any(name == ".metadata" or name.endswith(".distcp") for name in os.listdir(directory))
+        return pickled.open_packed(file, pickled.Loader)
+    raise ValueError(f"the format {file_format!r} is not known here")
 
 
 def summarize(value: object) -> dict[str, Any]:
-    """Returns the type of a value and, for a module or a dict of tensors, counts by data type. Never fails.
+    """Returns the type of a value and, for a module or a dict of tensors, the counts of both. Never fails.
 
     Example:
         >>> summarize([1, 2])
@@ -196,14 +157,6 @@ def summarize(value: object) -> dict[str, Any]:
         state: Any = dict(value.named_parameters()) if isinstance(value, torch.nn.Module) else value
         # Lazy parameters have no data yet.
         is_lazy = torch.nn.parameter.is_lazy
-        found = [each for each in state.values() if isinstance(each, torch.Tensor) and not is_lazy(each)]
-        dtypes: dict[str, dict[str, int]] = {}
-        for each in found:
-            name = str(each.dtype).removeprefix("torch.")
-            count = dtypes.setdefault(name, {"tensors": 0, "parameters": 0, "bytes": 0})
-            for key, number in (("tensors", 1), ("parameters", each.numel()), ("bytes", each.nbytes)):
-                count[key] += number
-        if found:
-            parameters = sum(count["parameters"] for count in dtypes.values())
-            summary |= {"tensors": len(found), "parameters": parameters, "dtypes": dtypes}
+        if counts := [each.numel() for each in state.values() if isinstance(each, torch.Tensor) and not is_lazy(each)]:
+            summary |= {"tensors": len(counts), "parameters": sum(counts)}
     return summary

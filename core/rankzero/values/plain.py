@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from rankzero.texts import encodable
+from rankzero.errors import encodable
 
 MAX_DEPTH = 100
 """Most levels of nested containers, since the readers and writers of files recurse."""
@@ -101,22 +102,15 @@ def _is_storable(atom: object) -> bool:
     return atom is None or type(atom) is bool or (_is_text(atom) and "\0" not in str(atom))
 
 
-def find_unstorable(value: Any, path: str = "") -> str | None:
-    """Returns a description of the first part of a JSON value that a database would reject or change, or None.
+def find_unstorable(value: Any) -> str | None:
+    """Returns a description of why a database would reject or change a JSON value, or None.
 
     Example:
-        >>> find_unstorable({"epochs": [{"loss": 0.5}, {"loss": float("nan")}]})
-        "['epochs'][1]['loss'] is nan"
+        >>> find_unstorable({"loss": float("nan")})
+        "a database would return {'loss': 'nan'} for it"
     """
-    if not isinstance(value, (list, dict)):
-        return None if _is_storable(value) else f"{path or 'it'} is {value!r:.40}"
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-        # Airflow reserves keys that begin with two underscores.
-        if isinstance(key, str) and (key.startswith("__") or not _is_storable(key)):
-            return f"it has the key {key!r}"
-        if found := find_unstorable(item, f"{path}[{key!r}]"):
-            return found
-    return None
+    stored = storable(value)
+    return None if repr(stored) == repr(value) else f"a database would return {stored!r:.200} for it"
 
 
 def storable(value: Any) -> Any:
@@ -140,27 +134,20 @@ def plain_view(value: object, most: int) -> Any:
     """Returns the value as exact JSON, with numpy scalars and 0-d arrays and tensors as Python numbers.
 
     Raises:
-        ValueError: the converted value is not exact JSON, or has more than ``most`` items and containers.
+        ValueError: the converted value is not exact JSON, or has more than ``most`` characters as JSON.
     """
-    left = most
+    if not consists_of(value, (list, dict), lambda item: is_atom(item) or is_atom(_number(item)), _is_text):
+        raise ValueError(f"it is a {type(value).__name__}, or holds parts, that are no JSON values")
+    text = json.dumps(value, default=_number)
+    if len(text) > most:
+        raise ValueError(f"it has {len(text)} characters as JSON, and {most} are the limit")
+    return json.loads(text)
 
-    def view(item: Any, depth: int) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0 or depth > MAX_DEPTH:
-            raise ValueError("too many items, or too many levels of containers")
-        if type(item) is list:
-            return [view(each, depth + 1) for each in item]
-        if type(item) is dict and all(map(_is_text, item)):
-            return {key: view(each, depth + 1) for key, each in item.items()}
-        # Kinds of numpy's types: booleans, integers, floats.
-        is_number = getattr(item, "ndim", 1) == 0 and getattr(item.dtype, "kind", "f") in "biuf"
-        number = item.item() if is_number else item
-        if not is_atom(number):
-            raise ValueError(f"a {type(item).__name__} with such contents is no JSON value")
-        return number
 
-    return view(value, 0)
+def _number(item: Any) -> Any:
+    """Returns a boolean, integer or float of numpy or torch as Python's; other objects unchanged."""
+    is_number = getattr(item, "ndim", 1) == 0 and getattr(item.dtype, "kind", "f") in "biuf"
+    return item.item() if is_number else item
 
 
 def metric_name(name: object) -> str:

@@ -7,7 +7,6 @@ another run it is opened inside the workers, so the bytes do not pass through th
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 import tempfile
@@ -17,7 +16,6 @@ from typing import Any, ClassVar
 
 from rankzero import store
 from rankzero.errors import ResultError
-from rankzero.values import digest as digests
 from rankzero.values import formats
 from rankzero.values.plain import storable
 
@@ -29,8 +27,7 @@ class ResultRef:
     Attributes:
         uri: Absolute local path or fsspec URL of the file.
         format: ``"json"``, ``"torch"`` or ``"pickle"``.
-        digest: Checksum of the file, with the name of its algorithm: ``"sha256:..."``, or ``"sha256-8m:..."`` for more
-            than 8 MiB, which all cores hash together.
+        digest: ``sha256:`` and what ``sha256sum`` prints of the file.
         size: Bytes of the file.
         summary: Facts for display: type, number of tensors and parameters, last metrics.
         fingerprint: `store.fingerprint` of a local file of tensors when its checksum was computed. While the file has
@@ -77,7 +74,7 @@ class ResultRef:
             with tempfile.TemporaryDirectory(dir=None if store.is_url(base) else base) as scratch:
                 path = os.path.join(scratch, "value")
                 size, digest = formats.write(value, file_format, path)
-                uri = store.join(base, f"{digests.split(digest)[1][:_NAME_DIGITS]}.{file_format}")
+                uri = store.join(base, f"{digest.rpartition(':')[2][:32]}.{file_format}")
                 store.upload(path, uri)
         except (OSError, ImportError, ValueError) as error:
             raise ResultError(f"a value cannot be stored in {directory}: {error}") from error
@@ -114,15 +111,6 @@ class ResultRef:
             is_known = self.fingerprint is not None and store.fingerprint(file.fileno()) == self.fingerprint
             return formats.read_open(file, path, self.format, None if is_known else self.digest)
 
-    @property
-    def sha256(self) -> str:
-        """The sha256 of the file, hex, as ``sha256sum`` prints it. A file of more than 8 MiB is read for it."""
-        algorithm, digits = digests.split(self.digest)
-        if algorithm == digests.PLAIN:
-            return digits
-        with self._explained(self.uri), store.open_read(self.uri) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-
     @contextlib.contextmanager
     def _explained(self, location: str) -> Iterator[None]:
         try:
@@ -152,12 +140,7 @@ class ResultRef:
     @staticmethod
     def deserialize(data: dict[str, Any], version: int) -> ResultRef:
         """Rebuilds a handle from the values that `serialize` returned."""
-        if version > ResultRef.__version__:
-            raise TypeError(f"this rankzero reads ResultRef version {ResultRef.__version__}, not {version}")
         return ResultRef.from_json(data)
-
-
-_NAME_DIGITS = 32
 
 
 def map_refs(value: Any, function: Callable[[ResultRef], Any]) -> Any:
@@ -181,11 +164,11 @@ def map_refs(value: Any, function: Callable[[ResultRef], Any]) -> Any:
         return function(ref)
 
     try:
-        copy = _copy(value, replaced, {})
+        copied = _copy(value, replaced, {})
     except RecursionError:
         # A value of so many levels cannot be pickled either.
         return value
-    return copy if found else value
+    return copied if found else value
 
 
 def _copy(item: Any, replaced: Callable[[ResultRef], Any], made: dict[int, Any]) -> Any:

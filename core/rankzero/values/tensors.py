@@ -19,10 +19,15 @@ if TYPE_CHECKING:
     import torch
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
+def is_sharded(value: Any) -> bool:
+    """Returns True for a DTensor, without importing its module."""
+    return hasattr(type(value), "placements") and hasattr(type(value), "device_mesh")
+
+
+def is_dense(value: Any) -> bool:
     """Returns True for a tensor with its data in one storage."""
-    is_strided = str(tensor.layout) == "torch.strided" and not tensor.is_nested
-    return is_strided and not tensor.is_quantized and tensor.device.type != "meta"
+    is_strided = str(getattr(value, "layout", None)) == "torch.strided" and not value.is_nested
+    return is_strided and not value.is_quantized and value.device.type != "meta"
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:

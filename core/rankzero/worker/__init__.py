@@ -4,6 +4,5 @@ Modules here import only the standard library, torch, and what pyspark bundles. 
 user's code has returned, and ``commit`` when its value is written; it then waits until all ranks have committed
 (docs/architecture.md#the-result-is-a-committed-record). A rank whose ``returned`` arrives after it was asked to stop
 counts as a secondary failure. The log of a rank names exit handlers that are cut off after ``exit_timeout``. A hanging
-rank writes its stacks, and what torch's flight recorder has: a summary to its log, and the whole record to
-``flight/attempt-N/rank-R.json`` if it sees the run directory; ``TORCH_FR_BUFFER_SIZE`` makes torch record.
+rank writes its stacks and what torch's flight recorder has to its log; ``TORCH_FR_BUFFER_SIZE`` makes torch record.
 """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import importlib
 import inspect
 import json
@@ -16,11 +17,9 @@ import shlex
 import signal
 import subprocess
 import sys
-import sysconfig
 import threading
 import types
 from collections.abc import Callable
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rankzero.channel.messages import Start
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
 
 LOCAL_RANK_MACRO = "${local_rank}"
 """Placeholder for the local rank in the arguments of a script; torchrun has the same."""
-
-_STDLIB = sysconfig.get_path("stdlib") + os.sep
-_NOT_STDLIB = ("site-packages", "dist-packages")
 
 
 def call(start: Start, fetch: Callable[[str], str], has_worked: Callable[[], bool]) -> object:
@@ -101,18 +97,10 @@ def call(start: Start, fetch: Callable[[str], str], has_worked: Callable[[], boo
 
 
 def _path_of(ref: ResultRef, start: Start, fetch: Callable[[str], str]) -> str:
-    """Returns the local path of a referenced file; downloads the file if needed.
+    """Returns the local path of a referenced file. Raises ResultError if this host cannot read it.
 
     A file on an object store is read directly if this worker has a client and the permission; else the driver sends
     it. Either happens once for all workers of a task.
-
-    Args:
-        ref: The reference.
-        start: The agent's message.
-        fetch: Makes the agent fetch a file from the driver; returns its local path.
-
-    Raises:
-        ResultError: neither this worker nor the driver can read the file.
     """
     from rankzero.store import remote
 
@@ -142,14 +130,7 @@ def _enter(code: str) -> list[str]:
 
 
 def _call_function(payload: dict[str, Any], args: Any, kwargs: Any, own: int) -> object:
-    """Calls the user's function.
-
-    Args:
-        payload: The function, and its name.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        own: The number of places at the beginning of the search path with code that was sent.
-    """
+    """Calls the user's function; ``own`` places at the beginning of the search path have code that was sent."""
     function = payload["function"]
     for name in payload["loaded"]:
         try:
@@ -178,13 +159,7 @@ def _call_function(payload: dict[str, Any], args: Any, kwargs: Any, own: int) ->
 
 
 def _run_script(payload: dict[str, Any], line: list[str], own: int) -> None:
-    """Runs a script in the module ``__main__`` of this process.
-
-    Args:
-        payload: The script.
-        line: Its arguments.
-        own: The number of places at the beginning of the search path with code that was sent.
-    """
+    """Runs a script in the module ``__main__`` of this process; ``own`` as for a function."""
     path = _place(payload["path"], payload["source"])
     module = types.ModuleType("__main__")
     module.__file__ = path
@@ -270,8 +245,11 @@ def run_exit_handlers(bound: float) -> None:
 
 def _cut_off(bound: float) -> None:
     try:
+        threads = [thread for thread in threading.enumerate() if not thread.daemon]
+        names = [f"the thread {thread.name!r}" for thread in threads if thread is not threading.main_thread()]
         # Not by sys.stderr, whose lock the thread that is cut off may hold.
-        os.write(2, f"{cut_off_message(bound, _what_runs())}\n".encode(errors="replace"))
+        os.write(2, f"{cut_off_message(bound, ' and '.join(names) or 'an exit handler')}\n".encode(errors="replace"))
+        faulthandler.dump_traceback(file=2, all_threads=True)
     finally:
         os._exit(0)
 
@@ -282,25 +260,3 @@ def cut_off_message(bound: float, what: str) -> str:
         f"rankzero: this rank had returned, and was ended after exit_timeout={bound:g} s, which cut off {what}. "
         "The run's result is safe; a larger exit_timeout lets this finish"
     )
-
-
-def _what_runs() -> str:
-    frames = sys._current_frames()
-    main = threading.main_thread()
-    threads = [thread for thread in threading.enumerate() if not thread.daemon and thread is not main]
-    if threads:
-        return " and ".join(f"the thread {thread.name!r}{_where(frames.get(thread.ident or 0))}" for thread in threads)
-    return f"an exit handler{_where(frames.get(main.ident or 0))}"
-
-
-def _where(frame: FrameType | None) -> str:
-    """Returns the outermost function of the user in a thread's stack and its current line."""
-    found = None
-    while frame and frame.f_code is not run_exit_handlers.__code__:
-        path = frame.f_code.co_filename
-        if found is None or not path.startswith(_STDLIB) or any(part in path for part in _NOT_STDLIB):
-            found = frame
-        frame = frame.f_back
-    if found is None:
-        return ""
-    return f" in {found.f_code.co_name}, {found.f_code.co_filename}:{found.f_lineno}"

@@ -19,9 +19,8 @@ from typing import Any
 
 from rankzero.advice import advised
 from rankzero.channel.messages import Failed
-from rankzero.errors import RetryableError
+from rankzero.errors import RetryableError, encodable
 from rankzero.job import qualified_name
-from rankzero.texts import encodable
 
 MESSAGE_LIMIT = 16 << 10
 """Most characters of an exception's text that are sent."""
@@ -36,6 +35,7 @@ _BROKEN_LINE = re.compile(
 )
 """A line of a traceback that shows a broken collective."""
 _ROOM = os.path.dirname(__file__)
+_OWN_FRAME = re.compile(r'  File "(?:.*rankzero/(?:agent|host|task|worker)/\w+\.py|<string>)", line \d+ in ')
 
 RestartOn = Callable[[BaseException], Any] | Sequence[str | type[BaseException]]
 
@@ -143,12 +143,7 @@ def install_restart_on(pickled: bytes | None) -> None:
 
 
 def what_matches(error: BaseException, text: str) -> str | None:
-    """Returns the name of the entry of the job's ``restart_on`` that matches an exception; None if none does.
-
-    Args:
-        error: The exception of the user's code.
-        text: Its type and message, as shown to the user.
-    """
+    """Returns the name of the entry of the job's ``restart_on`` that matches an exception; None if none does."""
     if _restart_on is None:
         return None
     try:
@@ -179,3 +174,8 @@ def match(restart_on: RestartOn, error: BaseException, text: str) -> str | None:
         elif isinstance(error, wanted):
             return qualified_name(wanted)
     return None
+
+
+def is_own_frame(line: str) -> bool:
+    """Returns True for a line of faulthandler's output that shows a frame of rankzero, below the user's code."""
+    return bool(_OWN_FRAME.match(line))

@@ -1,21 +1,8 @@
 """Main function of one rank: imports torch, receives ``start`` from the agent, calls the user's code, commits.
 
-Messages between rank and agent, in their order ("<-" is received by the rank)::
-
-    ready            torch is imported
-    <- start         rank, environment, path of the payload
-    rendezvous       rank 0 only: the port that it bound
-    <- go            addresses of rank 0: MASTER_ADDR and MASTER_PORT
-    entered          times of process start, torch import, and call of the user's code
-    beat             every few seconds, from a thread: progress so far
-    metric           rows of reports, several at a time
-    checkpoint-kind  with the first checkpoint: whether this rank's are sharded
-    checkpoint       this rank has written its part of a checkpoint
-    <- checkpoint    a checkpoint was committed
-    returned         the user's code has returned
-    commit | failure the outcome, sent before exit handlers run
-
-When a rank hangs, it dumps torch's flight recorder: a summary of its collectives to the log, all entries to a file.
+`rankzero.channel.messages` lists what rank and agent send each other, in its order.
+When a rank hangs, it writes its stacks and what torch's flight recorder has to its log.
+Reports are appended to a file, which the agent reads: the last one before a SIGKILL arrives, too.
 """
 
 from __future__ import annotations
@@ -24,32 +11,27 @@ import contextlib
 import faulthandler
 import importlib
 import io
-import itertools
 import json
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from rankzero.channel import messages
 from rankzero.errors import ResultError
+from rankzero.host import forks
 from rankzero.host.processes import caught_signals, end_with_parent, settle_signals
-from rankzero.worker import failures, log_level, rendezvous
+from rankzero.worker import failures, rendezvous
 from rankzero.worker.call import call, run_exit_handlers
-from rankzero.worker.control import Control, out_of_reach
+from rankzero.worker.control import Control
 
 if TYPE_CHECKING:
     from rankzero.train.parts import Parts
-
-STACK_SIGNAL = signal.SIGURG
-"""Signal on which a worker writes the Python stack of its main thread, even if that is blocked in native code.
-
-A process whose handler a library has removed ignores this signal, and most others would end it.
-"""
 
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL})
 """Signals of crashes, on which faulthandler writes a stack."""
@@ -57,11 +39,12 @@ _CRASHES = frozenset({signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGB
 INLINE_LIMIT = 64 << 10
 """Most bytes of JSON of a value that is sent inside the commit message."""
 
-_MOST_EXAMINED = 1000
-"""Items of a returned container that are examined."""
-
 _AGENT_S = f"{os.sep}rankzero-agent-"
 """Part of each path below an agent's directories, one of which is a rank's ``TMPDIR``."""
+
+_RECORDERS = ("nccl", "fr")
+_COLLECTIVES_SHOWN = 20
+"""Most uncompleted collectives of the flight recorder that the log shows: the last ones."""
 
 _LOST_RESULT = (
     "the run has lost its value: an attempt before this one called rankzero.train.set_result, and this attempt, which "
@@ -70,7 +53,7 @@ _LOST_RESULT = (
 )
 
 
-def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) -> NoReturn:
+def main(control_fd: int, reports_fd: int, agent_pid: int, exit_timeout: float) -> NoReturn:
     """Entry point of the worker process."""
     phases = {"started": time.time()}
     settle_signals()
@@ -78,12 +61,11 @@ def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) ->
     for stream in (sys.stdout, sys.stderr):
         # Line buffered, as on a terminal: a line is visible when it is printed, and costs one write.
         cast(io.TextIOWrapper, stream).reconfigure(line_buffering=True)
-    stack_fd = out_of_reach(stack_fd)
-    _write_stacks(stack_fd, frozenset())
-    control = Control(control_fd)
+    _show_crashes(frozenset())
+    control = Control(control_fd, reports_fd)
     ending = contextlib.ExitStack()
     try:
-        outcome = _work(control, ending, phases, stack_fd)
+        outcome = _work(control, ending, phases)
     except BaseException as error:
         if not control.is_own:
             _leave_fork(error)
@@ -100,12 +82,11 @@ def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) ->
         # rendezvous store.
         control.ended.wait()
         run_exit_handlers(exit_timeout)
-    _flush()
-    os._exit(outcome.exit_code or 1 if isinstance(outcome, messages.Failed) else 0)
+    forks.leave(outcome.exit_code or 1 if isinstance(outcome, messages.Failed) else 0)
 
 
 def _work(
-    control: Control, ending: contextlib.ExitStack, phases: dict[str, float], stack_fd: int
+    control: Control, ending: contextlib.ExitStack, phases: dict[str, float]
 ) -> messages.Finished | messages.Failed:
     """Runs the rank up to its outcome; ``ending`` gets the work that must finish even after a failure."""
     try:
@@ -113,14 +94,16 @@ def _work(
     except ImportError as error:
         return failures.no_torch(error)
     phases["imported"] = time.time()
-    control.send(messages.Ready())
+    control.send(messages.Reached("ready"))
     start = control.expect(messages.Start)
     from rankzero.train import context, parts
     from rankzero.train import writer as writers
 
-    start.context["backend"] = _backend(start.context["backend"], context.accelerator)
+    if start.context["backend"] == "nccl" and context.accelerator() == "xpu":
+        # Of Intel's GPUs.
+        start.context["backend"] = "xccl"
     world = context.TrainContext(**start.context)
-    files = parts.Parts(start, control.fetch)
+    files = parts.Parts(start, control.fetch, control.put)
     writer = writers.CheckpointWriter(files, world.attempt, world.rank, world.world_size, control.send, control.flush)
     session = context.install(world, control.report, writer, files, start.datasets, start.scratch)
     if start.checkpoint:
@@ -130,24 +113,27 @@ def _work(
         control.send(messages.Rendezvous(rendezvous.bind(start)))
     has_made_group = rendezvous.guard_groups()
     rendezvous.meet(control.expect(messages.Go), start.context["rank"])
-    control.listen(lambda message: _dump(start) if isinstance(message, messages.Dump) else writer.on_message(message))
+
+    def on_message(message: messages.Message) -> None:
+        writer.on_message(message)
+        _show_stack(message, control.send)
+
+    control.listen(on_message)
     if start.context["backend"] == "nccl" and not torch.cuda.is_available():
         raise RuntimeError(
             f"use_gpu=True and this task was given the GPUs {os.environ['CUDA_VISIBLE_DEVICES']!r}, but torch "
             f"{torch.__version__} cannot use CUDA on {socket.gethostname()}: install a CUDA build of torch and "
             'a driver, or choose backend="gloo"'
         )
-    log_level.apply()
     _count_optimizer_steps(session)
 
     def count_progress() -> int:
-        if (caught := caught_signals(os.getpid())) is not None:
-            _write_stacks(stack_fd, caught)
+        _show_crashes(caught_signals(os.getpid()))
         return session.count_progress()
 
     control.beat(start.beat_interval, count_progress)
     ending.callback(writer.finish)
-    control.send(messages.Entered(phases["started"], phases["imported"], time.time(), torch.__version__))
+    control.send(messages.Reached("entered", {**phases, "time": time.time(), "torch": torch.__version__}))
     value = call(start, control.fetch, lambda: bool(session.has_result or session.count_progress() or has_made_group()))
     if not control.is_own:
         _leave_fork(None)
@@ -159,87 +145,77 @@ def _work(
     for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
         # A timer that the function has left must not raise where its value is stored.
         signal.setitimer(timer, 0)
-    control.send(messages.Returned(time.time()))
+    control.send(messages.Reached("returned", {"time": time.time()}))
     writer.finish()
     if value is None:
         if start.context["rank"] == 0 and writer.had_result and not session.has_result:
             raise ResultError(_LOST_RESULT)
         value = session.result
-    for path in _paths_that_go(value):
-        print(f"rankzero: {path}, which is returned, is deleted with the run: return what it holds, or report it")
+    for item in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(item, (str, os.PathLike)) and _AGENT_S in str(item) and os.path.exists(item):
+            print(f"rankzero: {item}, which is returned, is deleted with the run: return what it holds, or report it")
     return _commit(value, start, files)
 
 
-def _write_stacks(stack_fd: int, caught: Set[int]) -> None:
-    """Makes this process write its stack on `STACK_SIGNAL` and when it crashes.
+def _show_crashes(caught: Set[int] | None) -> None:
+    """Makes this process write a stack to its log when it crashes.
 
     Libraries that restore all handlers, as Lightning's Trainer does after each ``fit``, remove those of faulthandler,
     which `signal.getsignal` does not see. Each heartbeat therefore puts back those that are missing.
 
     Args:
-        stack_fd: Descriptor of the pipe for the stacks on `STACK_SIGNAL`.
-        caught: The signals for which this process has handlers, from any library.
+        caught: The signals for which this process has handlers, from any library; None if it is not known.
     """
-    if STACK_SIGNAL not in caught:
-        faulthandler.unregister(STACK_SIGNAL)
-        # The main thread only, which the signal interrupts: to walk running threads may crash (CPython issue 116008).
-        faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=False)
-    if not caught & _CRASHES:
+    if caught is not None and not caught & _CRASHES:
         faulthandler.disable()
         # The crashing thread alone: the stacks of all would push the last lines of the rank out of the log tail.
         faulthandler.enable(file=2, all_threads=False)
 
 
-def _paths_that_go(value: Any) -> list[str]:
-    """Returns the paths in a returned value that are deleted with the run, such as those of `tempfile`.
-
-    Args:
-        value: The value that the training function returned; containers are examined one level deep.
-    """
-    found = (os.fspath(item) for item in _items_of(value) if isinstance(item, (str, os.PathLike)))
-    return [path for path in found if isinstance(path, str) and _AGENT_S in path and os.path.exists(path)]
-
-
-def _items_of(value: Any) -> Iterator[Any]:
-    if type(value) is dict:
-        return itertools.islice(value.values(), _MOST_EXAMINED)
-    if type(value) in (list, tuple):
-        return itertools.islice(value, _MOST_EXAMINED)
-    return iter([value])
-
-
 def _leave_fork(error: BaseException | None) -> NoReturn:
     """Exits a process that the rank has forked and in which the training function has ended: it is no rank."""
-    code = 0
-    if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    elif error is not None:
-        code = 1
-        traceback.print_exception(error)
-    else:
+    if error is None:
         sys.stderr.write(f"rankzero: process {os.getpid()}, forked by this rank, has left the training function\n")
-    _flush()
-    os._exit(code)
+    forks.leave(forks.exit_code(error) if error else 0)
 
 
-def _backend(asked: str | None, accelerator: Callable[[], str | None]) -> str | None:
-    """Returns the backend for this host's accelerator: "xccl" instead of "nccl" on Intel GPUs."""
-    return "xccl" if asked == "nccl" and accelerator() == "xpu" else asked
-
-
-def _dump(start: messages.Start) -> None:
-    """Writes the stacks of all threads and the state of the collectives of a hanging rank to its log."""
+def _show_stack(message: messages.Message, send: Callable[[messages.Message], None]) -> None:
+    """Replies to a request for this rank's stack, in the thread that receives it; its log shows more, if asked to."""
+    if not isinstance(message, messages.Dump):
+        return
+    frames = traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+    lines = [f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}' for frame, line in frames]
+    shown = [line.strip() for line in lines if not failures.is_own_frame(line)]
+    send(messages.Stack("\n".join(shown), time.process_time()))
+    if message.quiet:
+        return
     # No other thread runs meanwhile, since this one has the GIL.
     faulthandler.dump_traceback(file=2, all_threads=True)
-    context = start.context
-    place = context["storage_path"]
-    directory = os.path.join(place, "flight", f"attempt-{context['attempt']}") if place else None
     try:
-        lines = _dump_flight(directory, context["rank"])
+        lines = _flight_recorder()
     except Exception as error:
-        lines = [f"rankzero: flight recorder: {type(error).__name__}: {error}"]
+        lines = [f"{type(error).__name__}: {error}"]
     # Not by sys.stderr: a thread that hangs may have its lock.
-    os.write(2, "".join(f"{line}\n" for line in lines).encode(errors="replace"))
+    os.write(2, "".join(f"rankzero: flight recorder: {line}\n" for line in lines).encode(errors="replace"))
+
+
+def _flight_recorder() -> list[str]:
+    """Returns lines with each process group and the last uncompleted collectives; none if torch records nothing."""
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_initialized():
+        return []
+    for name in _RECORDERS:
+        as_json = getattr(sys.modules["torch._C"]._distributed_c10d, f"_dump_{name}_trace_json", None)
+        found = json.loads(as_json()) if as_json else {}
+        if entries := found.get("entries"):
+            lines = [f"process group {group}: {status}" for group, status in found.get("pg_status", {}).items()]
+            waiting = [entry for entry in entries if not entry.get("retired")]
+            return lines + [
+                f"not completed: {entry.get('profiling_name')} #{entry.get('collective_seq_id')} of "
+                f"{entry.get('process_group')}, {entry.get('state')}, sizes {entry.get('input_sizes')}"
+                for entry in waiting[-_COLLECTIVES_SHOWN:]
+            ]
+    return []
 
 
 def _count_optimizer_steps(session: Any) -> None:
@@ -281,11 +257,15 @@ def _commit(value: object, start: messages.Start, files: Parts) -> messages.Fini
     result = {"format": file_format, "size": size, "digest": digest, "path": path, "summary": summary}
     if file_format == formats.JSON and size <= INLINE_LIMIT:
         result["value"] = value
-        return messages.Finished(time.time(), result)
-    summary |= _view(value)
-    if size > INLINE_LIMIT and (url := files.upload_value(path, f"value-{start.context['attempt']}.{file_format}")):
-        os.unlink(path)
-        result["path"] = url
+    else:
+        if size < 100 * INLINE_LIMIT:
+            summary |= _view(value)
+        name = f"value-{start.context['attempt']}.{file_format}"
+        if size > INLINE_LIMIT and (url := files.upload_value(path, name)):
+            os.unlink(path)
+            result["path"] = url
+    if not start.shared and result["path"] == path:
+        files.put("rank-0-value", path)
     return messages.Finished(time.time(), result)
 
 
@@ -295,77 +275,5 @@ def _view(value: object) -> dict[str, Any]:
 
     # Number types of the user may raise anything, and the training has already succeeded.
     with contextlib.suppress(Exception):
-        view = plain_view(value, INLINE_LIMIT // 2)
-        if len(json.dumps(view)) <= INLINE_LIMIT:
-            return {"value": view}
+        return {"value": plain_view(value, INLINE_LIMIT)}
     return {}
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-
-
-_COLLECTIVES_SHOWN = 20
-"""Most uncompleted collectives in the summary; the last ones are shown."""
-
-_RECORDERS = ("nccl", "fr")
-
-
-def _dump_flight(directory: str | None, rank: int) -> list[str]:
-    """Writes the recorder's entries to a file and summarizes them.
-
-    Args:
-        directory: Directory for the files of all ranks; None where this rank does not see the run directory.
-        rank: The rank, which is part of the file's name.
-
-    Returns:
-        Lines for the rank's log; empty if torch has no recorder or it is switched off.
-    """
-    c10d = getattr(sys.modules.get("torch._C"), "_distributed_c10d", None)
-    dist: Any = sys.modules.get("torch.distributed")
-    if c10d is None or dist is None or not dist.is_initialized():
-        return []
-    for name in _RECORDERS:
-        as_json = getattr(c10d, f"_dump_{name}_trace_json", None)
-        data = as_json() if as_json else b"{}"
-        found = json.loads(data)
-        if found.get("entries"):
-            lines = _describe_flight(found)
-            if directory:
-                path = _write_flight(directory, rank, data.encode() if isinstance(data, str) else data)
-                lines.append(f"rankzero: flight recorder: all of it is in {path}")
-            return lines
-    return []
-
-
-def _describe_flight(found: dict[str, Any]) -> list[str]:
-    """Returns lines with the state of each process group and the last uncompleted collectives.
-
-    Args:
-        found: The recorder's content, decoded from its JSON.
-    """
-    lines = [
-        f"rankzero: flight recorder: process group {group}: enqueued up to #{status.get('last_enqueued_collective')}, "
-        f"started up to #{status.get('last_started_collective')}, completed up to "
-        f"#{status.get('last_completed_collective')}"
-        for group, status in found.get("pg_status", {}).items()
-    ]
-    waiting = [entry for entry in found["entries"] if not entry.get("retired")]
-    lines += [
-        f"rankzero: flight recorder: not completed: {entry.get('profiling_name')} "
-        f"#{entry.get('collective_seq_id')} of {' '.join(map(str, entry.get('process_group', ())))}, "
-        f"{entry.get('state')}, sizes {entry.get('input_sizes')}"
-        for entry in waiting[-_COLLECTIVES_SHOWN:]
-    ]
-    return lines
-
-
-def _write_flight(directory: str, rank: int, data: bytes) -> str:
-    os.makedirs(directory, exist_ok=True)
-    path = os.path.join(directory, f"rank-{rank}.json")
-    with open(f"{path}.part", "wb") as file:
-        file.write(data)
-    os.replace(f"{path}.part", path)
-    return path

@@ -22,23 +22,14 @@ from rankzero.host import network
 DESTROYED_KEPT = 16
 """Destroyed process groups that are kept alive: once so many later ones are destroyed, a group's threads are idle."""
 
-PATCH_TORCH = "RANKZERO_PATCH_TORCH"
-"""Environment variable that leaves torch's process groups as torch has made them, if it is ``0``."""
-
 _store: object = None
 
 
 def bind(start: Start) -> int:
-    """Binds the rendezvous store's port in rank 0 and keeps it.
+    """Binds the rendezvous store's port in rank 0 and keeps it; returns the port.
 
-    The user's ``init_process_group`` finds this server, because torch shares a multi-tenant
-    store between users of one port in one process. So no port is guessed, freed and lost.
-
-    Args:
-        start: The agent's message, with ``master_addr``, ``ports`` and the context of this rank.
-
-    Returns:
-        The port that was bound.
+    The user's ``init_process_group`` finds this server, because torch shares a multi-tenant store between users of one
+    port in one process. So no port is guessed, freed and lost.
     """
     global _store
     import torch
@@ -84,15 +75,10 @@ def meet(go: Go, rank: int) -> None:
 
 @dataclass
 class _Groups:
-    """State of this rank's process groups.
+    """State of this rank's process groups."""
 
-    Attributes:
-        ours: True if a group of ``env://``, which uses rankzero's store, may exist.
-        generation: How often the last group was destroyed.
-    """
-
-    ours: bool = False
-    generation: int = 0
+    ours: bool = False  # True if a group of ``env://``, which uses rankzero's store, may exist
+    generation: int = 0  # How often the last group was destroyed
 
 
 def guard_groups() -> Callable[[], bool]:
@@ -101,17 +87,15 @@ def guard_groups() -> Callable[[], bool]:
     Returns a function that returns True if a group was made, or if that is not known.
 
     torch keeps its rendezvous handlers by URL scheme; it has a function to add one, but none to replace one. Attributes
-    that are missing in another torch than 2.13 are skipped, and `PATCH_TORCH` switches this off where another torch has
-    them with another meaning. Groups of ``tcp://`` and ``file://`` are unchanged, since their stores are the user's.
+    that are missing in another torch than 2.13 are skipped. Groups of ``tcp://`` and ``file://`` are unchanged, since
+    their stores are the user's.
     """
-    if os.environ.get(PATCH_TORCH) == "0":
-        return lambda: True
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     handlers: dict[str, Any] = getattr(rendezvous, "_rendezvous_handlers", {})
     plain = handlers.get("env")
     groups = _Groups()
     if plain is not None:
-        handlers["env"] = _separating(plain, groups)
+        handlers["env"] = functools.partial(_separate, plain, groups)
         _watch_destroyed(groups)
     if hasattr(rendezvous, "_torchelastic_use_agent_store"):
         # For processes that this rank starts, since none of them can bind rank 0's port. Not for the rank itself: the
@@ -122,21 +106,17 @@ def guard_groups() -> Callable[[], bool]:
     return lambda: plain is None or groups.generation > 0 or is_initialized()
 
 
-def _separating(plain: Callable[..., Any], groups: _Groups) -> Callable[..., Any]:
-    """Wraps the handler so that each generation of groups has its own key prefix in the shared store.
+def _separate(plain: Callable[..., Any], groups: _Groups, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+    """Calls the handler, and gives each generation of groups its own key prefix in the shared store.
 
     Without it, a group that is made after another was destroyed reads its peers' old addresses, and hangs. Destroyed
     groups are counted, and no calls of the handler, because one rank alone may call it.
     """
     import torch.distributed as dist
 
-    def separate(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
-        for store, rank, world_size in plain(*args, **kwargs):
-            groups.ours = True
-            prefix = f"rankzero-{groups.generation}"
-            yield dist.PrefixStore(prefix, store), rank, world_size  # type: ignore[attr-defined]
-
-    return separate
+    for store, rank, world_size in plain(*args, **kwargs):
+        groups.ours = True
+        yield dist.PrefixStore(f"rankzero-{groups.generation}", store), rank, world_size  # type: ignore[attr-defined]
 
 
 def _watch_destroyed(groups: _Groups) -> None:

@@ -90,7 +90,7 @@ class StoredCheckpoint(Checkpoint):
         if not found:
             raise ResultError(f"checkpoint {self._name} of {self._place} was deleted, since it is not kept")
         for part in reversed(found[0].parts.values()):
-            if part["format"] not in (formats.DIRECTORY, formats.DISTRIBUTED):
+            if part["format"] != formats.DIRECTORY:
                 raise ResultError(f"checkpoint {self._name} is a state, not a directory: rankzero.train reported it")
             _unpack(store.join(found[0].folder, part["file"]), part["sha256"], target)
 

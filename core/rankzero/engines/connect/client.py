@@ -13,7 +13,7 @@ from urllib.parse import quote, unquote
 
 from rankzero import bounds
 from rankzero.advice import require
-from rankzero.engines.spark import errors as spark
+from rankzero.engines.spark import stage as spark
 from rankzero.errors import LOST, EngineError, InvalidJobError, RankZeroError
 from rankzero.host.network import first_reachable, without_brackets
 
@@ -22,20 +22,13 @@ CONNECT_SESSION_WINDOW = 1800.0  # Seconds for which launches share a session, w
 
 logger = logging.getLogger(__name__)
 
-FIRST_RETRIES = 3
-"""Retries of the first request, which take 1 s, for a server that has just started to accept connections."""
-
 RETRIES = 8
 MAX_BACKOFF = 2000
-"""Most milliseconds between two of the `RETRIES` of a request. They take 11 s in all, less than agents wait for their
-driver (15 s). By default, pyspark retries a dead server for ten minutes."""
+"""Most milliseconds between two of the `RETRIES` of a request, which take 11 s in all. By default, pyspark retries a
+dead server for ten minutes."""
 
 STAGE_RETRIES = 210
-"""Retries for a stage whose agents report to the driver directly: 7 minutes, as long as a server keeps a stage without
-its client."""
-
-OLDEST = (3, 5)
-"""The first version of Spark whose Connect server runs barrier stages."""
+"""Retries once a stage was started: 7 minutes, as long as a server keeps a stage without its client."""
 
 _PACKAGES = ("pyspark", "grpc", "grpc_status", "google.rpc", "pandas", "pyarrow")
 # The id of a session that the server has ended cannot be used again.
@@ -91,10 +84,9 @@ def connect(url: ServerUrl, timeout: float) -> Any:
 
     for session_id in (url.shared_session(), str(uuid.uuid4())):
         session = SparkSession(url.in_session(session_id))
-        limit_retries(session.client, FIRST_RETRIES)
+        limit_retries(session.client, RETRIES)
         try:
             require_version(str(session.version), str(url))
-            limit_retries(session.client, RETRIES)
             return session
         except Exception as error:
             session.client.close()
@@ -111,8 +103,8 @@ def connect(url: ServerUrl, timeout: float) -> Any:
 
 def require_version(version: str, place: str) -> None:
     """Raises EngineError if a server of this Spark cannot run barrier stages."""
-    major, minor = (int(part) if part.isdecimal() else 0 for part in [*version.split("."), "0"][:2])
-    if (major, minor) < OLDEST:
+    major, minor, *_ = (int(part) if part.isdecimal() else 0 for part in [*version.split("."), "0"])
+    if (major, minor) < (3, 5):
         raise EngineError(f"{place} runs Spark {version}; barrier stages of Spark Connect need 3.5 or newer")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankzero.engines.base import Engine
@@ -47,7 +47,8 @@ class SparkConnectEngine(Engine):
     """
 
     url: str | None = None
-    session: SparkSession | None = field(default=None)
+    session: SparkSession | None = None
+    has_tables = True
 
     def __post_init__(self) -> None:
         if (self.url is None) == (self.session is None):
@@ -79,21 +80,6 @@ class SparkConnectEngine(Engine):
         """Returns host and port, which may be shown, and the whole URL, whose parameters may hold a token."""
         private = {"url": self.url, "conf": dict(self._server.parameters) if self.url else {}}
         return {"kind": "spark-connect", "server": str(self._server)}, private
-
-    @property
-    def has_tables(self) -> bool:
-        """True, since Spark can compute tables."""
-        return True
-
-    @property
-    def can_detach(self) -> bool:
-        """True unless the session belongs to the caller's process."""
-        return self.session is None
-
-    @property
-    def prefers_own_process(self) -> bool:
-        """True unless the caller gave a session: gRPC's threads make forks of the caller unsafe."""
-        return self.session is None
 
     def can_host_driver(self, run: RunDirectory, job: Job) -> bool:
         """Returns True for a run that outlives its caller, on a path, which all executors may see.

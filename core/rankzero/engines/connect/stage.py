@@ -12,7 +12,7 @@ from rankzero import bounds
 from rankzero.channel.tls import make_identity
 from rankzero.engines.base import AgentConfig, AgentGroup, Engine, EngineSession, OnEnd
 from rankzero.engines.local import LOOPBACK
-from rankzero.engines.spark.errors import explain
+from rankzero.engines.spark.stage import explain
 from rankzero.errors import RankZeroError
 from rankzero.host.network import bind_address, listen, own_addresses
 from rankzero.job import Job
@@ -38,8 +38,6 @@ class StageEngine(Engine):
     secret: str
     place: str
     encrypts: bool
-    can_detach = False
-    prefers_own_process = False
 
     def check(self, job: Job) -> None:
         """Raises OSError or EngineError if no driver can listen for agents on this host."""
@@ -61,42 +59,17 @@ class StageSession(EngineSession):
 
     def __init__(self, engine: StageEngine) -> None:
         self._engine = engine
-
-    @property
-    def place(self) -> str:
-        """Display name of the cluster, as the submitter gave it."""
-        return self._engine.place
+        self.place = engine.place
+        self.most_slots = engine.num_tasks
+        # The address by which Spark knows this executor, then the others of its host.
+        others = [] if engine.host == LOOPBACK else [*own_addresses(), socket.gethostname()]
+        self.driver_hosts = list(dict.fromkeys([engine.host, *others]))
+        self.bind_host = bind_address(engine.host)
+        self.encrypts = engine.encrypts
 
     def slots(self) -> int:
         """Returns the number of tasks in the stage."""
         return self._engine.num_tasks
-
-    @property
-    def most_slots(self) -> int | None:
-        """The number of tasks in the stage, which is fixed."""
-        return self._engine.num_tasks
-
-    @property
-    def driver_host(self) -> str:
-        """The address by which Spark knows this executor."""
-        return self._engine.host
-
-    @property
-    def driver_hosts(self) -> list[str]:
-        """The address by which Spark knows this executor, then the other addresses of its host."""
-        if self._engine.host == LOOPBACK:
-            return [LOOPBACK]
-        return list(dict.fromkeys([self._engine.host, *own_addresses(), socket.gethostname()]))
-
-    @property
-    def bind_host(self) -> str:
-        """The address to listen on: loopback if all tasks run on this host, else any address."""
-        return bind_address(self._engine.host)
-
-    @property
-    def encrypts(self) -> bool:
-        """True if the submitter chose encrypted connections for the stage."""
-        return self._engine.encrypts
 
     def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> StageGroup:
         """Sends the tasks the configuration of their agents, which they start."""

@@ -1,7 +1,4 @@
-"""Checks of a job against the name of a master and Spark's configuration, before and after a JVM exists.
-
-`TaskResources` are the resources of a task that differ from the settings of a session, also as a profile of Connect.
-"""
+"""Checks of a job against the name of a master and Spark's configuration, before and after a JVM exists."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,50 +32,33 @@ ENCRYPTION = ("spark.network.crypto.enabled", "spark.ssl.rpc.enabled", "spark.ss
 
 THREADS = "spark.executorEnv.OMP_NUM_THREADS"
 
+SETTINGS = (TASK_CPUS, TASK_GPUS, INSTANCES, EXECUTOR_CORES, EXECUTOR_GPUS, CORES_MAX, THREADS, *ENCRYPTION)
+"""Settings of a session on which slots, tasks and connections depend."""
+
 
 def is_master(master: object) -> bool:
     """Returns True for a master that this engine supports."""
-    if not isinstance(master, str):
-        return False
-    return any(pattern.fullmatch(master) for pattern in (LOCAL, _LOCAL_CLUSTER, _REMOTE))
-
-
-def is_standalone(master: str) -> bool:
-    """Returns True for a Spark standalone cluster."""
-    return master.startswith("spark://")
-
-
-def is_kubernetes(master: str) -> bool:
-    """Returns True for a Kubernetes cluster."""
-    return master.startswith("k8s://")
-
-
-def known_slots(master: str, conf: Mapping[str, str]) -> int | None:
-    """Returns the task slots of a local master; None for a cluster."""
-    cpus = int(conf.get(TASK_CPUS, "1"))
-    if found := LOCAL.fullmatch(master):
-        # The cores that this process may use, as the JVM counts them, too.
-        cores = available_cores() if found[1] == "*" else int(found[1] or 1)
-        return cores // cpus
-    if found := _LOCAL_CLUSTER.fullmatch(master):
-        return int(found[1]) * (int(found[2]) // cpus)
-    return None
+    return isinstance(master, str) and any(each.fullmatch(master) for each in (LOCAL, _LOCAL_CLUSTER, _REMOTE))
 
 
 def most_slots(master: str, conf: Mapping[str, str]) -> int | None:
     """Returns the most task slots a cluster can ever have, as master and conf prove; None if they prove none."""
-    if (slots := known_slots(master, conf)) is not None:
-        return slots
-    if not has_fixed_executors(master):
-        most = conf.get(CORES_MAX, "")
-        return int(most) // int(conf.get(TASK_CPUS, "1")) if most.isdecimal() else None
-    instances = conf.get(INSTANCES, "")
-    return int(instances) * slots_of_executor(conf) if instances.isdecimal() else None
+    cpus = int(conf.get(TASK_CPUS, "1"))
+    if found := LOCAL.fullmatch(master):
+        # The cores that this process may use, as the JVM counts them, too.
+        return (available_cores() if found[1] == "*" else int(found[1] or 1)) // cpus
+    if found := _LOCAL_CLUSTER.fullmatch(master):
+        return int(found[1]) * (int(found[2]) // cpus)
+    if has_fixed_executors(master):
+        instances = conf.get(INSTANCES, "")
+        return int(instances) * slots_of_executor(conf) if instances.isdecimal() else None
+    most = conf.get(CORES_MAX, "")
+    return int(most) // cpus if most.isdecimal() else None
 
 
 def has_fixed_executors(master: str) -> bool:
     """Returns True if Spark starts the configured number of executors; a standalone cluster starts what fits."""
-    return master == "yarn" or is_kubernetes(master)
+    return master == "yarn" or master.startswith("k8s://")
 
 
 def slots_of_executor(conf: Mapping[str, str]) -> int:
@@ -127,29 +106,14 @@ def require_slots(job: Job, slots: int, where: str) -> None:
         )
 
 
-def require_task_cpus(job: Job, cpus: str | None) -> None:
-    """Raises InvalidJobError if conf and job contradict each other about the cores of a task."""
-    needed = (job.cpus_per_process or 0) * job.processes_per_task
-    if needed and cpus is not None and int(cpus) != needed:
-        raise InvalidJobError(
-            f"{TASK_CPUS} is {cpus}, but cpus_per_process={job.cpus_per_process} asks for {needed} cores for each "
-            "task: leave one out, or make them equal"
-        )
-
-
 def refuse_dynamic_allocation(value: str | None) -> None:
-    """Raises InvalidJobError if the value of the setting is true."""
+    """Raises InvalidJobError if the value of the setting is true, which Spark reports late and less clearly."""
     if value is not None and value.lower() == "true":
-        raise dynamic_allocation_error()
-
-
-def dynamic_allocation_error() -> InvalidJobError:
-    """Returns the error for dynamic allocation, which Spark itself reports late and less clearly."""
-    return InvalidJobError(
-        f"{DYNAMIC_ALLOCATION} is true; Spark runs no barrier stage with dynamic allocation (SPARK-24942): "
-        "set it to false and fix the number of executors",
-        code="RZ-1011",
-    )
+        raise InvalidJobError(
+            f"{DYNAMIC_ALLOCATION} is true; Spark runs no barrier stage with dynamic allocation (SPARK-24942): "
+            "set it to false and fix the number of executors",
+            code="RZ-1011",
+        )
 
 
 def whole_gpus(amount: str | None) -> int:
@@ -159,13 +123,9 @@ def whole_gpus(amount: str | None) -> int:
             f"use_gpu=True, but {TASK_GPUS} is not set, so Spark gives tasks no GPU: "
             "set it, spark.executor.resource.gpu.amount and a discovery script"
         )
-    try:
-        whole = int(amount)
-    except ValueError:
-        whole = 0
-    if whole < 1:
+    if not _whole(amount):
         raise InvalidJobError(f"{TASK_GPUS} is {amount!r}; a rank needs a whole GPU: set it to 1 or more")
-    return whole
+    return int(amount)
 
 
 def require_task_gpus(job: Job, amount: str | None) -> None:
@@ -200,50 +160,23 @@ def _setting(line: str) -> tuple[str, str] | None:
     return (found[1], found[2]) if found else None
 
 
-FIRST_WITH_PROFILES = 4
-"""The first major version of Spark in which a stage of Spark Connect may have a profile."""
-
-
-@dataclass(frozen=True)
-class TaskResources:
-    """The resources of one task, which Spark represents as a ``TaskResourceProfile``.
-
-    Attributes:
-        cpus: Number of cores.
-        gpus: Number of whole GPUs.
-    """
-
-    cpus: int
-    gpus: int
-
-    @property
-    def settings(self) -> dict[str, str]:
-        """The settings of a session that gives every task these resources."""
-        return {TASK_CPUS: str(self.cpus), TASK_GPUS: str(self.gpus)}
-
-
-def task_resources(job: Job, master: str, settings: Mapping[str, str]) -> TaskResources | None:
-    """Returns the resources of a task if the session's settings give too few; None if they suffice.
-
-    Args:
-        job: The job that runs.
-        master: Master of the session.
-        settings: Settings of the session.
+def task_resources(job: Job, master: str, settings: Mapping[str, str]) -> dict[str, str]:
+    """Returns the settings of the profile that a task needs if the session's settings give too little; else none.
 
     Raises:
         InvalidJobError: Spark cannot give a task these resources; the message names the setting to change.
     """
-    has = TaskResources(int(settings.get(TASK_CPUS, "1")), _whole(settings.get(TASK_GPUS)))
-    cpus = (job.cpus_per_process or 0) * job.processes_per_task or has.cpus
+    has, gpus = int(settings.get(TASK_CPUS, "1")), _whole(settings.get(TASK_GPUS))
+    cpus = (job.cpus_per_process or 0) * job.processes_per_task or has
     is_local = LOCAL.fullmatch(master) is not None
-    of_executor = _whole(settings.get(EXECUTOR_GPUS))
-    lacks_gpus = job.use_gpu and not is_local and has.gpus < job.processes_per_task <= of_executor
-    if cpus == has.cpus and not lacks_gpus:
-        return None
+    if job.use_gpu and not is_local and gpus < job.processes_per_task <= _whole(settings.get(EXECUTOR_GPUS)):
+        gpus = job.processes_per_task
+    elif cpus == has:
+        return {}
     if is_local:
         raise InvalidJobError(
             f"cpus_per_process={job.cpus_per_process} asks for {cpus} cores for each task, but the session at "
-            f"{master!r} has {TASK_CPUS}={has.cpus}, and a local master has no resource profiles: set it to {cpus}"
+            f"{master!r} has {TASK_CPUS}={has}, and a local master has no resource profiles: set it to {cpus}"
         )
     cores = settings.get(EXECUTOR_CORES, "")
     if cores.isdecimal() and int(cores) < cpus:
@@ -251,28 +184,22 @@ def task_resources(job: Job, master: str, settings: Mapping[str, str]) -> TaskRe
             f"cpus_per_process={job.cpus_per_process} asks for {cpus} cores for each task, more than an executor has "
             f"({EXECUTOR_CORES}={cores}): lower cpus_per_process or processes_per_task"
         )
-    return TaskResources(cpus, job.processes_per_task if lacks_gpus else has.gpus)
+    return {TASK_CPUS: str(cpus), TASK_GPUS: str(gpus)}
 
 
 def _whole(amount: str | None) -> int:
     return int(amount) if amount and amount.isdecimal() else 0
 
 
-def can_have_profiles(session: Any) -> bool:
-    """Returns True if both client and server support profiles."""
-    import pyspark
-
-    versions = (pyspark.__version__, str(session.version))
-    return all(int(version.partition(".")[0]) >= FIRST_WITH_PROFILES for version in versions)
-
-
-def create_profile(session: Any, resources: TaskResources) -> Any:
-    """Creates a profile on the server and returns an object that `mapInArrow` accepts for it.
+def create_profile(session: Any, resources: Mapping[str, str]) -> Any:
+    """Creates a profile on a server of Spark 4, and returns an object that `mapInArrow` accepts for it.
 
     pyspark's own class would use the active session of the process, which may belong to another server.
     """
     from pyspark.sql.connect import proto
 
-    amounts = {"cpus": float(resources.cpus), **({"gpu": float(resources.gpus)} if resources.gpus else {})}
-    tasks = {name: proto.TaskResourceRequest(resource_name=name, amount=amount) for name, amount in amounts.items()}
+    amounts = {"cpus": float(resources[TASK_CPUS]), "gpu": float(resources[TASK_GPUS])}
+    tasks = {
+        name: proto.TaskResourceRequest(resource_name=name, amount=amount) for name, amount in amounts.items() if amount
+    }
     return SimpleNamespace(id=session.client._create_profile(proto.ResourceProfile(task_resources=tasks)))

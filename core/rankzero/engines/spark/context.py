@@ -5,33 +5,29 @@ from __future__ import annotations
 import functools
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from rankzero.engines.spark.conf import TaskResources
+from rankzero.engines.spark.conf import TASK_CPUS, TASK_GPUS
 from rankzero.task import hold, scratch, stage, zygotes
-
-_KNOWN = "_rankzero"
-_DRIVER = "driver"
 
 
 class KnownContext:
-    """The cached settings and slots of a SparkContext, and rankzero's code in it."""
+    """The cached settings and slots of a SparkContext, and rankzero's code in it.
+
+    Attributes:
+        url: URL of the Spark UI; None if it is switched off.
+    """
 
     def __init__(self, context: Any) -> None:
         self._context = context
+        self.url: str | None = context.uiWebUrl
         self._scala = context._jsc.sc()
         self._conf = self._scala.conf()
-        self._profiles: dict[TaskResources, Any] = {}
+        self._profiles: dict[tuple[str, ...], Any] = {}
         self._default_profile = self._scala.resourceProfileManager().defaultResourceProfile()
         self._settings: dict[str, str | None] = {}
         self._codes: dict[bool, Any] = {}
-
-    @functools.cached_property
-    def url(self) -> str | None:
-        """URL of the Spark UI; None if it is switched off."""
-        found: str | None = self._context.uiWebUrl
-        return found
 
     def code(self, *, zipped: bool = True) -> Any:
         """Returns a broadcast of `task_code`, which reaches every executor once instead of with every task.
@@ -50,20 +46,21 @@ class KnownContext:
             self._settings[key] = str(self._conf.get(key)) if self._conf.contains(key) else None
         return self._settings[key]
 
-    def profile(self, resources: TaskResources | None) -> Any:
-        """Returns Spark's resource profile for these resources; None for the session's own settings."""
-        if resources is not None and resources not in self._profiles:
+    def profile(self, resources: Mapping[str, str]) -> Any:
+        """Returns Spark's resource profile for the result of `task_resources`; None for the session's own settings."""
+        key = tuple(resources.values())
+        if key and key not in self._profiles:
             package = self._context._jvm.org.apache.spark.resource
-            requests = package.TaskResourceRequests().cpus(resources.cpus)
-            if resources.gpus:
-                requests = requests.resource("gpu", float(resources.gpus))
+            requests = package.TaskResourceRequests().cpus(int(resources[TASK_CPUS]))
+            if gpus := int(resources[TASK_GPUS]):
+                requests = requests.resource("gpu", float(gpus))
             profile = package.ResourceProfileBuilder().require(requests).build()
             # Otherwise Spark registers it with the first stage that uses it, and counts no slots before.
             self._scala.resourceProfileManager().addResourceProfile(profile)
-            self._profiles[resources] = profile
-        return None if resources is None else self._profiles[resources]
+            self._profiles[key] = profile
+        return self._profiles.get(key)
 
-    def slots(self, resources: TaskResources | None = None) -> int:
+    def slots(self, resources: Mapping[str, str]) -> int:
         """Returns the number of tasks with these resources that can run in parallel now."""
         return int(self._scala.maxNumConcurrentTasks(self.profile(resources) or self._default_profile))
 
@@ -74,10 +71,9 @@ class KnownContext:
 
 def known(context: Any) -> KnownContext:
     """Returns the cached values of a SparkContext, which live as long as the context."""
-    attributes = vars(context)
-    if _KNOWN not in attributes:
-        attributes[_KNOWN] = KnownContext(context)
-    found: KnownContext = attributes[_KNOWN]
+    if "_rankzero" not in vars(context):
+        context._rankzero = KnownContext(context)
+    found: KnownContext = context._rankzero
     return found
 
 

@@ -7,7 +7,6 @@ caller's process does not change; with ``session=`` the caller's session is used
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import logging
 import re
@@ -22,23 +21,18 @@ from rankzero.engines.gpus import GpuClaims, local_gpus, require_local_gpus
 from rankzero.engines.local import LOOPBACK, LocalEngine
 from rankzero.engines.spark import jvm
 from rankzero.engines.spark.conf import (
-    CORES_MAX,
     DYNAMIC_ALLOCATION,
     ENCRYPTION,
-    EXECUTOR_CORES,
-    EXECUTOR_GPUS,
-    INSTANCES,
     LOCAL,
+    SETTINGS,
     TASK_CPUS,
     TASK_GPUS,
     THREADS,
-    TaskResources,
     conf_for,
     is_master,
     most_slots,
     refuse_dynamic_allocation,
     require_slots,
-    require_task_cpus,
     require_task_gpus,
     spark_defaults,
     task_resources,
@@ -48,7 +42,7 @@ from rankzero.engines.spark.jvm import Embedded
 from rankzero.engines.spark.materialize import materialize, open_query
 from rankzero.engines.spark.stage import SparkGroup, make_task, task_config
 from rankzero.errors import EngineError, InvalidJobError
-from rankzero.host.network import address_towards, without_brackets
+from rankzero.host.network import without_brackets
 from rankzero.job import Job
 from rankzero.kinds import STRINGS
 from rankzero.masking import without_credentials
@@ -77,6 +71,7 @@ class SparkEngine(Engine):
     master: str | None = None
     conf: Mapping[str, str] = field(default_factory=dict, repr=False)
     session: SparkSession | None = field(default=None, repr=False)
+    has_tables = True
 
     @staticmethod
     def embedded(conf: Mapping[str, str]) -> Engine:
@@ -102,15 +97,13 @@ class SparkEngine(Engine):
                 "SparkSession is needed: give one of Spark Connect to SparkConnectEngine(session=...)"
             )
         if self.master is not None and not is_master(self.master):
-            given = f"a {type(self.master).__name__}"
-            if isinstance(self.master, str):
-                # Parameters of Spark Connect may be tokens, whatever their names.
-                given = re.sub(r"(?s);.+", ";...", without_credentials(self.master))
+            # Parameters of Spark Connect may be tokens, whatever their names.
+            given = re.sub(r"(?s);.+", ";...", without_credentials(str(self.master)))
             advice = "use local[N], local-cluster[N,C,M], spark://host:port, yarn or k8s://..."
             if given.startswith("sc://"):
                 advice = f"give SparkConnectEngine({given!r})"
-            elif hasattr(self.master, "sparkContext") or hasattr(self.master, "createDataFrame"):
-                advice = "give session="
+            elif hasattr(self.master, "createDataFrame"):
+                given, advice = type(self.master).__name__, "give session="
             raise InvalidJobError(f"master is {given!r}; {advice}")
 
     def num_processes(self, processes_per_task: int, *, use_gpu: bool) -> int | None:
@@ -132,10 +125,9 @@ class SparkEngine(Engine):
         """Refuses a job that is impossible by master and conf alone."""
         if self.session is not None:
             return
-        master, defaults = self._master(job), spark_defaults()
         refuse_dynamic_allocation(self.conf.get(DYNAMIC_ALLOCATION))
-        require_task_cpus(job, self.conf.get(TASK_CPUS))
-        conf = {**defaults, **conf_for(job, master, self.conf, defaults), **self.conf}
+        master, conf = self._master(job), self._whole_conf(job)
+        conf |= task_resources(job, master, conf)
         slots = most_slots(master, conf)
         if slots is not None:
             require_slots(job, slots, f"master {master!r}")
@@ -152,27 +144,12 @@ class SparkEngine(Engine):
         """Returns the master, which may be shown, and the conf, which may hold credentials."""
         return {"kind": "spark", "master": self.master}, {"conf": dict(self.conf)}
 
-    @property
-    def has_tables(self) -> bool:
-        """True, since Spark can compute tables."""
-        return True
-
-    @property
-    def can_detach(self) -> bool:
-        """True unless the session belongs to the caller's process."""
-        return self.session is None
-
-    @property
-    def prefers_own_process(self) -> bool:
-        """True unless the caller gave a session: a new one starts where it cannot disturb the caller."""
-        return self.session is None
-
     def open(self, job: Job) -> SparkEngineSession:
         """Starts or takes the session, and checks its slots and resources."""
-        asked = {} if self.session else conf_for(job, self._master(job), self.conf, spark_defaults())
         if self.session is not None:
             opened = SparkEngineSession(self.session.sparkContext, job)
         else:
+            asked = self._asked(job)
             context = jvm.start_context(self._master(job), job.name, self.conf, asked)
             opened = SparkEngineSession(context, job, owned=True, asked=asked, embedded=self._embedded(job))
         try:
@@ -184,14 +161,17 @@ class SparkEngine(Engine):
 
     def start_ahead(self, job: Job, env: Mapping[str, str]) -> None:
         """Loads torch while the JVM starts, if the ranks will run on this machine with this Python."""
-        if job.warm_start and (embedded := self._embedded(job)):
+        if self.session is None and job.warm_start and (embedded := self._embedded(job)):
             embedded.start_ahead(job, env)
 
     def _embedded(self, job: Job) -> Embedded | None:
-        if self.session is not None:
-            return None
-        master, defaults = self._master(job), spark_defaults()
-        return Embedded.of(master, {**conf_for(job, master, self.conf, defaults), **self.conf})
+        return Embedded.of(self._master(job), self._whole_conf(job))
+
+    def _asked(self, job: Job) -> dict[str, str]:
+        return conf_for(job, self._master(job), self.conf, spark_defaults())
+
+    def _whole_conf(self, job: Job) -> dict[str, str]:
+        return {**spark_defaults(), **self._asked(job), **self.conf}
 
     def _master(self, job: Job) -> str:
         cores = (job.cpus_per_process or 0) * job.processes_per_task or int(self.conf.get(TASK_CPUS, "1"))
@@ -215,20 +195,12 @@ class SparkEngineSession(EngineSession):
         self._job = job
         self._owned = owned
         self._master = str(self._context.master)
-        self._asked = dict(asked or {})
         self._gpus: list[str] | None = None
         self._claims = GpuClaims()
-
-    @property
-    def place(self) -> str:
-        """Display name of the cluster, by its master."""
-        return f"the cluster at {self._master!r}"
-
-    @property
-    def notes(self) -> list[str]:
-        """Display message about the settings that a new session was given for this run."""
-        settings = " ".join(f"{name}={value}" for name, value in sorted(self._asked.items()))
-        return [f"asked {self.place} for {settings}, which this run needs"] if settings else []
+        self.place = f"the cluster at {self._master!r}"
+        if asked:
+            settings = " ".join(f"{name}={value}" for name, value in sorted(asked.items()))
+            self.notes = [f"asked {self.place} for {settings}, which this run needs"]
 
     def slots(self) -> int:
         """Returns the slots of the registered executors; with local GPUs, at most those that other runs leave."""
@@ -237,14 +209,8 @@ class SparkEngineSession(EngineSession):
             return slots
         return min(slots, len(self._claims.free(self._gpus)) // self._job.processes_per_task)
 
-    @property
-    def most_slots(self) -> int | None:
-        """Most task slots that the cluster can have, by master and settings; None if they do not limit them."""
-        most = most_slots(self._master, self._settings)
-        return most if self._gpus is None else min(most or 0, len(self._gpus) // self._job.processes_per_task)
-
     def reserve(self, num_tasks: int) -> bool:
-        """Locks local GPUs for ranks that run on this machine; Spark reserves those of a cluster."""
+        """Claims local GPUs for ranks that run on this machine; Spark reserves those of a cluster."""
         count = num_tasks * self._job.processes_per_task
         return self._gpus is None or self._claims.take(self._gpus, count)
 
@@ -252,58 +218,11 @@ class SparkEngineSession(EngineSession):
     def _known(self) -> KnownContext:
         return known(self._context)
 
-    @functools.cached_property
-    def _resources(self) -> TaskResources | None:
-        return task_resources(self._job, self._master, self._own_settings())
-
-    def _own_settings(self) -> dict[str, str]:
-        names = (TASK_CPUS, TASK_GPUS, INSTANCES, EXECUTOR_CORES, EXECUTOR_GPUS, CORES_MAX)
-        return {name: value for name in names if (value := self._known.setting(name)) is not None}
-
-    @property
-    def _settings(self) -> dict[str, str]:
-        """The settings on which slots depend, as they apply to the tasks of this job."""
-        return {**self._own_settings(), **(self._resources.settings if self._resources else {})}
-
-    @property
-    def driver_host(self) -> str:
-        """The host that Spark's own executors use to reach the driver."""
-        if self._master.startswith("local"):
-            return LOOPBACK
-        return without_brackets(str(self._known.setting("spark.driver.host")))
-
-    @property
-    def driver_hosts(self) -> list[str]:
-        """The addresses of the driver: Spark's own, then the one of this host towards the master."""
-        if self._master.startswith("local"):
-            return [LOOPBACK]
-        found = [self.driver_host]
-        if address := re.fullmatch(r"spark://\[?(.+?)\]?:(\d+).*", self._master):
-            found.append(address_towards([address[1]], int(address[2])) or self.driver_host)
-        return list(dict.fromkeys(found))
-
-    @property
-    def bind_host(self) -> str:
-        """The address that Spark's own driver binds."""
-        if self._master.startswith("local"):
-            return LOOPBACK
-        return without_brackets(self._known.setting("spark.driver.bindAddress") or self.driver_host)
-
-    @property
-    def encrypts(self) -> bool:
-        """True if executors reach Spark's own driver by encrypted connections."""
-        return not self._master.startswith("local") and any(self._known.setting(name) == "true" for name in ENCRYPTION)
-
-    @property
-    def url(self) -> str | None:
-        """URL of the Spark UI; None if it is switched off, as in an embedded Spark."""
-        return self._known.url
-
     def check(self) -> None:
         """Raises EngineError or InsufficientSlotsError for a job that Spark would refuse, hang on or ignore."""
         self._require_running()
         try:
-            self._require_places()
+            self._check()
         except Exception:
             # Spark may have stopped the context meanwhile, which explains any other error.
             self._require_running()
@@ -318,29 +237,42 @@ class SparkEngineSession(EngineSession):
         what = f"no Spark master answers at {self._master!r}, or it refused the application"
         raise EngineError(f"{what}: start it, or correct the host and port", code="RZ-2001")
 
-    def _require_places(self) -> None:
-        refuse_dynamic_allocation(self._known.setting(DYNAMIC_ALLOCATION))
-        if self._job.use_gpu and LOCAL.fullmatch(self._master):
-            require_local_gpus(self._job.least_processes)
+    def _check(self) -> None:
+        """Checks the job against the settings, and sets the attributes that follow from them."""
+        job, setting = self._job, self._known.setting
+        refuse_dynamic_allocation(setting(DYNAMIC_ALLOCATION))
+        settings = {name: value for name in SETTINGS if (value := setting(name)) is not None}
+        self._resources = task_resources(job, self._master, settings)
+        self._settings = {**settings, **self._resources}
+        self.most_slots = most_slots(self._master, self._settings)
+        if job.use_gpu and LOCAL.fullmatch(self._master):
+            require_local_gpus(job.least_processes)
             self._gpus = local_gpus()
-        elif self._job.use_gpu:
-            require_task_gpus(self._job, self._settings.get(TASK_GPUS))
-        most = self.most_slots
-        if most is not None and self._known.slots(self._resources) < self._job.least_tasks:
-            require_slots(self._job, most, self.place)
+            self.most_slots = min(self.most_slots or 0, len(self._gpus) // job.processes_per_task)
+        elif job.use_gpu:
+            require_task_gpus(job, self._settings.get(TASK_GPUS))
+        if self.most_slots is not None and self._known.slots(self._resources) < job.least_tasks:
+            require_slots(job, self.most_slots, self.place)
+        is_local = self._master.startswith("local")
+        # Spark's own executors reach the driver at this host.
+        host = LOOPBACK if is_local else without_brackets(str(setting("spark.driver.host")))
+        self.driver_hosts = [host]
+        self.bind_host = host if is_local else without_brackets(setting("spark.driver.bindAddress") or host)
+        self.encrypts = not is_local and any(settings.get(name) == "true" for name in ENCRYPTION)
+        self.url = self._known.url
         # The broadcast is made here, because `open` has a time limit.
-        _ = self._code
+        self._known.code(zipped=self._embedded is None)
 
     def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> SparkGroup:
         """Starts the barrier stage in a thread with its own job group."""
         is_local = self._master.startswith("local")
         cores, workers = int(self._settings.get(TASK_CPUS, "1")), self._job.processes_per_task
-        config = task_config(config, cores, workers, threads_set=self._known.setting(THREADS) is not None)
+        config = task_config(config, cores, workers, threads_set=THREADS in self._settings)
         if self._embedded:
             config |= self._embedded.config(self._job, config["env"])
         task = make_task(
             config,
-            self._code,
+            self._known.code(zipped=self._embedded is None),
             None if self._gpus is None else self._claims.held,
             LOOPBACK if is_local else None,
         )
@@ -354,10 +286,6 @@ class SparkEngineSession(EngineSession):
 
         session = SparkSession.builder.getOrCreate()
         return materialize(open_query(session, query), folder, name, say, check)
-
-    @property
-    def _code(self) -> Any:
-        return self._known.code(zipped=self._embedded is None)
 
     def is_usable(self) -> bool:
         """Returns False if the JVM has exited or the SparkContext was stopped."""

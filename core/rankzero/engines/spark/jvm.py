@@ -21,8 +21,7 @@ from rankzero.advice import advised, require
 from rankzero.engines.base import words_of
 from rankzero.engines.local import LOOPBACK
 from rankzero.engines.spark.conf import LOCAL, TASK_CPUS, THREADS, spark_defaults
-from rankzero.engines.spark.errors import first_lines
-from rankzero.engines.spark.stage import task_config
+from rankzero.engines.spark.stage import first_lines, task_config
 from rankzero.errors import EngineError, InvalidJobError
 from rankzero.job import Job
 from rankzero.task import zygotes
@@ -40,12 +39,6 @@ _OWN_LOCAL_DEFAULTS = {
 }
 _NO_REASON = re.compile(r"^\s*$|^\s+at |\b(?:WARN|WARNING|INFO)\b|log4j|log level")
 
-REASON_LINES = 3
-"""Lines that a JVM has printed first, which an error quotes."""
-
-PRINTED_LIMIT = 1 << 20
-"""Bytes of standard error in which the reason is searched for which a JVM has not started."""
-
 PYTHON = "spark.pyspark.python"
 # Spark puts these options before the user's extraJavaOptions.
 DRIVER_JAVA_OPTIONS = "spark.driver.defaultJavaOptions"
@@ -56,9 +49,6 @@ SHORT_LIVED = "-XX:TieredStopAtLevel=1 -XX:+UnlockDiagnosticVMOptions -XX:-Bytec
 _SIMPLE_COLLECTOR = "-XX:+UseSerialGC"
 # A JVM with options for two collectors does not start.
 _OTHER_JAVA_OPTIONS = ("JAVA_TOOL_OPTIONS", "JDK_JAVA_OPTIONS", "_JAVA_OPTIONS", "SPARK_SUBMIT_OPTS")
-
-OLDEST_JAVA = 17
-"""The oldest Java of Spark 4."""
 
 _CONNECT_MODE = ("SPARK_REMOTE", "SPARK_LOCAL_REMOTE", "SPARK_CONNECT_MODE_ENABLED")
 
@@ -100,8 +90,8 @@ def require_java() -> None:
     with contextlib.suppress(OSError, importlib.metadata.PackageNotFoundError):
         with open(os.path.join(java, "release"), encoding="utf-8", errors="replace") as file:
             found = re.search(r'JAVA_VERSION="(?:1\.)?(\d+)', file.read())
-        if found and int(found[1]) < OLDEST_JAVA and importlib.metadata.version("pyspark") >= "4":
-            raise InvalidJobError(f"Spark needs Java {OLDEST_JAVA} or newer, and {java} is {found[1]}: set JAVA_HOME")
+        if found and int(found[1]) < 17 and importlib.metadata.version("pyspark") >= "4":
+            raise InvalidJobError(f"Spark needs Java 17 or newer, and {java} is {found[1]}: set JAVA_HOME")
 
 
 def own_python(conf: Mapping[str, str]) -> str:
@@ -123,7 +113,7 @@ def start_context(master: str, name: str, conf: Mapping[str, str], asked: Mappin
     """
     from pyspark import SparkConf, SparkContext
 
-    java, is_local = find_java(), master.startswith("local")
+    java, is_local, said = find_java(), master.startswith("local"), {**spark_defaults(), **conf}
     for variable in _CONNECT_MODE:
         # A parent process that uses Spark Connect may have set them; with them pyspark starts no JVM.
         os.environ.pop(variable, None)
@@ -135,9 +125,8 @@ def start_context(master: str, name: str, conf: Mapping[str, str], asked: Mappin
     if is_local:
         os.environ.setdefault("SPARK_LOCAL_IP", LOOPBACK)
         # For the JVM that makes the command line of the next one.
-        os.environ.setdefault("SPARK_LAUNCHER_OPTS", short_lived({**spark_defaults(), **conf}))
+        os.environ.setdefault("SPARK_LAUNCHER_OPTS", short_lived(said))
     ours = {**_OWN_DEFAULTS, **(_OWN_LOCAL_DEFAULTS if is_local else {}), **asked}
-    said = {**spark_defaults(), **conf}
     if DRIVER_JAVA_OPTIONS not in said and LOCAL.fullmatch(master):
         # Only if this JVM runs all tasks itself.
         ours[DRIVER_JAVA_OPTIONS] = short_lived(said)
@@ -151,7 +140,7 @@ def start_context(master: str, name: str, conf: Mapping[str, str], asked: Mappin
     except Exception as error:
         why = first_lines(words_of(error))
         lines = [line for line in _printed().removeprefix(before).splitlines() if not _NO_REASON.search(line)]
-        why = "\n".join([*lines[:REASON_LINES], why])
+        why = "\n".join([*lines[:3], why])
         raise EngineError(f"no SparkContext on master {master!r}: {advised(why)}") from None
 
 
@@ -159,7 +148,7 @@ def _printed() -> str:
     """Returns what this process and its JVM have written to standard error, if that is a file, such as driver.log."""
     with contextlib.suppress(OSError, ValueError):
         if stat.S_ISREG(os.fstat(2).st_mode):
-            return os.pread(2, PRINTED_LIMIT, 0).decode("utf-8", "replace")
+            return os.pread(2, 1 << 20, 0).decode("utf-8", "replace")
     return ""
 
 
@@ -181,7 +170,6 @@ def forget() -> None:
     SparkContext._gateway = SparkContext._jvm = SparkContext._active_spark_context = None
 
 
-_EXECUTOR_ENV = "spark.executorEnv."
 _ahead: dict[str, str | None] = {}  # Sockets of zygotes that this process has started before its JVM, by `_key`
 
 
@@ -194,20 +182,17 @@ class Embedded:
     @staticmethod
     def of(master: str, conf: Mapping[str, str]) -> Embedded | None:
         """Returns the settings; None for a cluster, or if the user chose another Python for the ranks."""
-        known = {**spark_defaults(), **conf}
-        return Embedded(known) if LOCAL.fullmatch(master) and own_python(known) == sys.executable else None
-
-    @property
-    def cores(self) -> int:
-        """Cores of one task."""
-        return int(self.conf.get(TASK_CPUS, "1"))
+        return Embedded(conf) if LOCAL.fullmatch(master) and own_python(conf) == sys.executable else None
 
     def config(self, job: Job, env: Mapping[str, str]) -> dict[str, Any]:
         """Returns what only the agents of an embedded Spark have: all variables of the ranks that torch may read."""
         import rankzero
 
-        env = {**self._executor_env(), **env}
-        config = task_config({"env": env}, self.cores, job.processes_per_task, threads_set=THREADS in self.conf)
+        prefix = "spark.executorEnv."
+        given = {name.removeprefix(prefix): value for name, value in self.conf.items() if name.startswith(prefix)}
+        env = {**given, **env}
+        cores = int(self.conf.get(TASK_CPUS, "1"))
+        config = task_config({"env": env}, cores, job.processes_per_task, threads_set=THREADS in self.conf)
         config["env"] = with_defaults(config)
         code = os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__)))
         return {"env": config["env"], "ahead": _ahead.get(_key(config)), "code_path": code}
@@ -217,13 +202,6 @@ class Embedded:
         config = self.config(job, env)
         with contextlib.suppress(OSError):
             _ahead[_key(config)] = config["ahead"] or zygotes.start_ahead(config)
-
-    def _executor_env(self) -> dict[str, str]:
-        return {
-            name.removeprefix(_EXECUTOR_ENV): value
-            for name, value in self.conf.items()
-            if name.startswith(_EXECUTOR_ENV)
-        }
 
 
 def _key(config: Mapping[str, Any]) -> str:

@@ -28,8 +28,7 @@ from rankzero.data.files import filesystem_of, open_file
 from rankzero.data.kinds import VECTOR
 from rankzero.data.manifest import File, Manifest, encode_schema
 from rankzero.engines.spark import part as part_module
-from rankzero.engines.spark.errors import first_lines, reason
-from rankzero.engines.spark.stage import with_own_python
+from rankzero.engines.spark.stage import first_lines, reason, with_own_python
 from rankzero.errors import EngineError, InvalidJobError
 from rankzero.threads import Flag, in_thread
 
@@ -88,12 +87,12 @@ def materialize(
     check_frame(frame, where)
     store.make_directory(folder)
     try:
-        token = secrets.token_hex(8)
-        store.write_bytes(store.join(folder, part_module.TOKEN), token.encode())
         numbered = _numbered(frame)
         hashed = numbered.withColumn(_HASH, row_hash(numbered))
-        task = _make_task(list(frame.columns), *filesystem_of(folder), token)
-        with _own_python(frame):
+        task = _make_task(list(frame.columns), *filesystem_of(folder))
+        context = context_of(frame)
+        # A Spark Connect server has a Python of its own.
+        with with_own_python(context) if context else contextlib.nullcontext():
             written = hashed.mapInArrow(task, part_module.FACTS)
         rows = action(written.collect, frame, where, say, check)
         return _manifest(rows, folder, frame, where)
@@ -148,13 +147,7 @@ def _to_arrow() -> Callable[[Any], Any]:
     return functools.partial(convert, timezone="UTC") if has_zone else convert
 
 
-def _own_python(frame: Any) -> contextlib.AbstractContextManager[None]:
-    """Applies `stage.with_own_python` to a classic session; a Spark Connect server has a Python of its own."""
-    context = context_of(frame)
-    return with_own_python(context) if context else contextlib.nullcontext()
-
-
-def _make_task(names: list[str], filesystem: Any, folder: str, token: str) -> Callable[[Any], Iterator[Any]]:
+def _make_task(names: list[str], filesystem: Any, folder: str) -> Callable[[Any], Iterator[Any]]:
     """Returns the function of one Spark task, which is pickled by value together with the functions that it calls."""
     from pyspark import cloudpickle
 
@@ -162,11 +155,7 @@ def _make_task(names: list[str], filesystem: Any, folder: str, token: str) -> Ca
     for module in (part_module, kinds):
         untyped.register_pickle_by_value(module)
     write_part = part_module.write_part
-
-    def write(batches: Iterator[Any]) -> Iterator[Any]:
-        return write_part(batches, names, filesystem, folder, token)
-
-    return write
+    return lambda batches: write_part(batches, names, filesystem, folder)
 
 
 def _manifest(rows: list[Any], folder: str, frame: Any, where: str) -> Manifest:
@@ -178,7 +167,7 @@ def _manifest(rows: list[Any], folder: str, frame: Any, where: str) -> Manifest:
     sizes = store.sizes(folder)
     missing = [row["file"] for row in rows if row["file"] not in sizes]
     if missing:
-        raise _not_shared(folder, where, f"{len(missing)} of {len(rows)} files have not arrived")
+        raise _not_shared(where, f"{len(missing)} of {len(rows)} files have not arrived in {folder}")
     with open_file(store.join(folder, rows[0]["file"])) as file:
         schema = pq.read_schema(file)
     kinds.check_nulls((row["nulls"] for row in rows), where)
@@ -213,10 +202,10 @@ def _lengths(rows: list[Any], schema: Any, where: str) -> dict[str, int]:
     return found
 
 
-def _not_shared(folder: str, where: str, why: str) -> EngineError:
+def _not_shared(where: str, why: str) -> EngineError:
     return EngineError(
-        f"Spark's executors and this process do not see the same {folder} ({why}), where {where} was to be written: "
-        "give a store that both see, a shared path or the URL of an object store"
+        f"Spark's executors and this process do not see the same store for {where}, or may not write there: choose a "
+        f"store that both see, a shared path or the URL of an object store ({why})"
     )
 
 
@@ -279,25 +268,16 @@ def action(
 ) -> Any:
     """Returns the result of an action of Spark, which ends with this call, however that ends.
 
-    The action runs in a thread, because py4j cannot be interrupted while it waits.
-
-    Args:
-        run: The action.
-        frame: The DataFrame.
-        where: Display name of the DataFrame.
-        say: Receives lines about progress.
-        check: Called periodically; an exception that it raises ends Spark's work.
-
-    Raises:
-        EngineError: Spark failed.
+    It runs in a thread, because py4j cannot be interrupted while it waits. `materialize` describes the other arguments.
+    Raises EngineError if Spark fails.
     """
     tag = f"rankzero-data-{secrets.token_hex(8)}"
     done = Flag()
 
     def act() -> Any:
         try:
-            with _tagged(frame, tag):
-                return run()
+            _tag(frame, tag)
+            return run()
         finally:
             done.set()
 
@@ -317,47 +297,31 @@ def action(
         done.wait(DATAFRAME_PROGRESS_INTERVAL())
         raise
     if error := result.exception():
-        raise _explained(error, where) from error
+        text = str(error)
+        if part_module.PREFIX in text:
+            # A task could not write its file.
+            raise _not_shared(where, first_lines(text)) from error
+        raise EngineError(f"Spark could not compute {where}: {reason(text)}") from error
     return result.result()
 
 
-def _explained(error: BaseException, where: str) -> Exception:
-    text = str(error)
-    if f"/{part_module.TOKEN}" in text or part_module.ELSEWHERE in text:
-        return EngineError(
-            f"Spark's executors do not see the store for {where}, or may not write there: "
-            f"choose a store that they and this process see: {first_lines(text)}"
-        )
-    return EngineError(f"Spark could not compute {where}: {reason(text)}")
-
-
-@contextlib.contextmanager
-def _tagged(frame: Any, tag: str) -> Iterator[None]:
+def _tag(frame: Any, tag: str) -> None:
     """Marks the jobs of this thread, so that they can be cancelled."""
     if context := context_of(frame):
         # A job group and not a tag: a tag does not interrupt tasks, which may wait for their Python for minutes.
         context.setJobGroup(tag, "rankzero: dataset", interruptOnCancel=True)
-        yield
-        return
-    frame.sparkSession.addTag(tag)
-    try:
-        yield
-    finally:
-        frame.sparkSession.removeTag(tag)
+    else:
+        frame.sparkSession.addTag(tag)
 
 
 def _cancel_until(done: Flag, frame: Any, tag: str) -> None:
     while not done.is_set():
-        _cancel(frame, tag)
+        with contextlib.suppress(Exception):
+            if context := context_of(frame):
+                context.cancelJobGroup(tag)
+            else:
+                frame.sparkSession.interruptTag(tag)
         done.wait(bounds.POLL_INTERVAL)
-
-
-def _cancel(frame: Any, tag: str) -> None:
-    with contextlib.suppress(Exception):
-        if context := context_of(frame):
-            context.cancelJobGroup(tag)
-        else:
-            frame.sparkSession.interruptTag(tag)
 
 
 def _progress(frame: Any) -> str:

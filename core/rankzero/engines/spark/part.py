@@ -15,10 +15,8 @@ from typing import Any
 
 from rankzero.data.kinds import count_nulls, is_vector
 
-TOKEN = "_token"
-"""A file in the folder, by which a task checks that it sees the submitter's folder."""
-
-ELSEWHERE = "is another directory here"
+PREFIX = "rankzero-part-"
+"""Beginning of the names of the files."""
 
 GROUP_BYTES = 4 << 20
 """Approximate number of bytes of a row group before it is encoded: a window of a shuffle has 32 of them."""
@@ -40,21 +38,17 @@ class Part:
         digest: Sum of the checksums of all rows.
         lengths: For each column of arrays or vectors, the smallest and the largest length.
         nulls: Number of nulls that a tensor cannot hold, by the path of their column.
-        schema: Schema of the rows.
-        names: The columns' original names; in Spark, names must not differ in case only.
     """
 
     file: str
-    names: list[str]
     rows: list[int] = field(default_factory=list)
     size: int = 0
     digest: int = 0
     lengths: dict[str, list[int]] = field(default_factory=dict)
     nulls: dict[str, int] = field(default_factory=dict)
-    schema: Any = None
 
-    def note(self, batch: Any) -> Any:
-        """Records the facts about rows whose last column is their checksum; returns the rows without that column."""
+    def note(self, batch: Any, names: list[str]) -> Any:
+        """Records the facts about rows whose last column is their checksum; returns the other columns, renamed."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -62,7 +56,7 @@ class Part:
         # Summed as two halves, which do not overflow.
         high = pc.sum(pc.shift_right(hashed, 32)).as_py()
         self.digest += (high << 32) + pc.sum(pc.bit_wise_and(hashed, 0xFFFFFFFF)).as_py()
-        for name, column in zip(self.names, columns, strict=True):
+        for name, column in zip(names, columns, strict=True):
             for path, count in count_nulls(name, column):
                 self.nulls[path] = self.nulls.get(path, 0) + count
             counts = _lengths(column)
@@ -70,16 +64,7 @@ class Part:
                 found = pc.min_max(counts)
                 bounds = [found["min"].as_py(), found["max"].as_py(), *self.lengths.get(name, [])]
                 self.lengths[name] = [min(bounds), max(bounds)]
-        rows = pa.RecordBatch.from_arrays(columns, self.names)
-        self.schema = rows.schema
-        return rows
-
-    def row(self) -> Any:
-        """Returns the facts as a record batch of one row."""
-        import pyarrow as pa
-
-        facts = {name: value for name, value in vars(self).items() if name not in ("names", "schema")}
-        return pa.RecordBatch.from_pydict({"facts": [json.dumps(facts)]})
+        return pa.RecordBatch.from_arrays(columns, names)
 
 
 def _lengths(column: Any) -> Any:
@@ -95,32 +80,40 @@ def _lengths(column: Any) -> Any:
     return None
 
 
-def write_part(batches: Iterator[Any], names: list[str], filesystem: Any, folder: str, token: str) -> Iterator[Any]:
+def write_part(batches: Iterator[Any], names: list[str], filesystem: Any, folder: str) -> Iterator[Any]:
     """Writes the rows of one task into a file, and yields a row about it.
 
     Args:
         batches: The task's record batches, whose last column is a checksum of each row.
-        names: The names of the other columns.
+        names: The original names of the other columns; in Spark, names must not differ in case only.
         filesystem: A file system of pyarrow.
         folder: Directory of the file.
-        token: The content of `TOKEN` in the submitter's folder.
 
     Yields:
         One row of `FACTS`; none if there were no rows.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
     from pyspark import TaskContext
 
-    with filesystem.open_input_file(f"{folder}/{TOKEN}") as file:
-        if file.read().decode() != token:
-            raise RuntimeError(f"{folder} {ELSEWHERE}")
     context: Any = TaskContext.get()
     # The partition number sorts files in the order of the DataFrame's rows; the rest keeps tasks that ran twice apart.
-    part = Part(f"part-{context.partitionId():06d}-{secrets.token_hex(16)}.parquet", names)
-    groups = _groups(part.note(batch) for batch in batches if batch.num_rows)
+    part = Part(f"{PREFIX}{context.partitionId():06d}-{secrets.token_hex(16)}.parquet")
+    groups = _groups(part.note(batch, names) for batch in batches if batch.num_rows)
     first = next(groups, None)
-    if first is not None:
-        _write(part, itertools.chain([first], groups), filesystem, folder)
-        yield part.row()
+    if first is None:
+        return
+    # Dictionaries pay for texts; numbers are read faster without.
+    texts = [field.name for field in first.schema if pa.types.is_string(field.type) or pa.types.is_binary(field.type)]
+    with (
+        filesystem.open_output_stream(f"{folder}/{part.file}") as sink,
+        pq.ParquetWriter(sink, first.schema, compression="lz4", use_dictionary=texts, write_statistics=False) as writer,
+    ):
+        for table in itertools.chain([first], groups):
+            writer.write_table(table, table.num_rows)
+            part.rows.append(table.num_rows)
+            part.size += table.nbytes
+    yield pa.RecordBatch.from_pydict({"facts": [json.dumps(vars(part))]})
 
 
 def _groups(batches: Iterator[Any]) -> Iterator[Any]:
@@ -140,19 +133,3 @@ def _groups(batches: Iterator[Any]) -> Iterator[Any]:
                 waiting, size = [], 0
     if waiting:
         yield pa.Table.from_batches(waiting)
-
-
-def _write(part: Part, groups: Iterator[Any], filesystem: Any, folder: str) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    # Dictionaries pay for texts; numbers are read faster without.
-    texts = [field.name for field in part.schema if pa.types.is_string(field.type) or pa.types.is_binary(field.type)]
-    with (
-        filesystem.open_output_stream(f"{folder}/{part.file}") as sink,
-        pq.ParquetWriter(sink, part.schema, compression="lz4", use_dictionary=texts, write_statistics=False) as writer,
-    ):
-        for table in groups:
-            writer.write_table(table, table.num_rows)
-            part.rows.append(table.num_rows)
-            part.size += table.nbytes

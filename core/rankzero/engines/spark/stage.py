@@ -1,18 +1,20 @@
-"""The barrier stage of one attempt, and the function of its tasks on the executors."""
+"""The barrier stage of one attempt, the function of its tasks on the executors, and typed errors for Spark's."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from rankzero.advice import advised, known
 from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd, words_of
-from rankzero.engines.spark.errors import explain
-from rankzero.errors import RankZeroError
+from rankzero.engines.local import CUT_OFF
+from rankzero.errors import LOST, PREEMPTED, EngineError, InsufficientSlotsError, RankZeroError
 from rankzero.host.processes import fork_safe
 from rankzero.job import Job
 
@@ -30,28 +32,24 @@ class SparkGroup(AgentGroup):
         from pyspark import InheritableThread
 
         self._context = context
-        self._job = job
-        self._num_tasks = num_tasks
-        self._task = task
-        self._profile = profile
         # Runs of other stores may have this name and share the session.
         self._group = f"rankzero-{job.run_id}-{secrets.token_hex(4)}"
-        self._hold(self._collect, on_end, InheritableThread)
 
-    def _collect(self) -> None:
-        job, tasks = self._job, self._num_tasks
-        description = f"rankzero: {job.name} on {job.world} ranks, run {job.run_id}"
-        self._context.setJobGroup(self._group, description, interruptOnCancel=True)
-        rows = self._context.parallelize(range(tasks), tasks)
-        if self._profile is not None:
-            from pyspark.resource import ResourceProfile
+        def collect() -> None:
+            description = f"rankzero: {job.name} on {job.world} ranks, run {job.run_id}"
+            context.setJobGroup(self._group, description, interruptOnCancel=True)
+            rows = context.parallelize(range(num_tasks), num_tasks)
+            if profile is not None:
+                from pyspark.resource import ResourceProfile
 
-            rows = rows.withResources(ResourceProfile(self._profile))
-        rdd = rows.barrier().mapPartitions(self._task)
-        with with_own_python(self._context):
-            # Fixes the executors' Python and pickles the task.
-            rdd._jrdd  # noqa: B018
-        rdd.collect()
+                rows = rows.withResources(ResourceProfile(profile))
+            rdd = rows.barrier().mapPartitions(task)
+            with with_own_python(context):
+                # Fixes the executors' Python and pickles the task.
+                rdd._jrdd  # noqa: B018
+            rdd.collect()
+
+        self._hold(collect, on_end, InheritableThread)
 
     def cancel(self) -> None:
         """Cancels the stage with its tasks, agents and ranks; from Spark 4 on also a stage that has not started."""
@@ -133,3 +131,51 @@ def with_own_python(context: Any) -> Iterator[None]:
             yield
         finally:
             context.pythonExec = before
+
+
+ERROR_LIMIT = 2000
+"""Most characters of Spark's own text that an error quotes."""
+
+
+def explain(text: str) -> RankZeroError:
+    """Returns the typed error for the text of an exception of Spark."""
+    if "SPARK-24819" in text:
+        return InsufficientSlotsError(f"the cluster lost slots before the barrier stage began: {first_lines(text)}")
+    if found := re.search(r"rankzero agent of task \d+ ended by (signal)?.*", text):
+        is_lost = found[1] or any(words in found[0] for words in CUT_OFF)
+        return EngineError(advised(first_lines(text[found.start() :])), cause=LOST if is_lost else None, code="RZ-2003")
+    if found := re.search(r"rankzero: .+", text):
+        return EngineError(found[0].removeprefix("rankzero: "))
+    if re.search(_PREEMPTED, text, re.IGNORECASE):
+        return EngineError(f"the cluster took an executor back: {first_lines(text)}", cause=PREEMPTED)
+    if found := re.search(_EXECUTOR_LOST, text):
+        # Only this line names the executor and the reason, and not the Java text before it.
+        line = text[text.rfind("\n", 0, found.start()) + 1 :]
+        return EngineError(f"Spark lost an executor: {first_lines(line)}", cause=LOST)
+    if re.search(_SESSION_LOST, text):
+        return EngineError(f"the SparkContext or its JVM ended: {reason(text)}", cause=LOST)
+    if "cancelled" in text and not known(text):
+        return EngineError(f"the Spark job was cancelled from outside of rankzero: {first_lines(text)}")
+    return EngineError(f"the Spark job failed: {reason(text)}")
+
+
+_PREEMPTED = r"preempt|decommission"
+_EXECUTOR_LOST = (
+    r"ExecutorLostFailure|Executor.{0,40} lost|Lost executor|ExecutorDeadException|worker lost|executor \S+ exited"
+)
+_SESSION_LOST = (
+    r"SparkContext was shut down|stopped SparkContext|Py4JNetworkError|Answer from Java side is empty|"
+    r"Connection refused|Error while receiving|Connection reset by peer"
+)
+
+
+def reason(text: str) -> str:
+    """Returns the advice about an exception of Spark with the line that it is about, else the readable part."""
+    found = known(text)
+    return f"{found[1]} ({found[0]})" if found else first_lines(text)
+
+
+def first_lines(text: str) -> str:
+    """Returns the readable part of a Java exception: what failed, without the stacks."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("at ")]
+    return "\n".join(lines)[:ERROR_LIMIT]

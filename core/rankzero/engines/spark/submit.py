@@ -20,12 +20,11 @@ from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any
 
 from rankzero import bounds, store
-from rankzero.engines.spark.conf import is_kubernetes, is_standalone, spark_defaults, spark_home
+from rankzero.engines.spark.conf import spark_defaults, spark_home
 from rankzero.engines.spark.context import zipped_packages
 from rankzero.engines.spark.engine import SparkEngine
-from rankzero.engines.spark.jvm import PYTHON, find_java
+from rankzero.engines.spark.jvm import find_java
 from rankzero.errors import EngineError, InvalidJobError
-from rankzero.job import Job
 from rankzero.masking import is_secret
 from rankzero.run.names import DRIVER_LOG
 
@@ -48,9 +47,6 @@ PRIVATE_SETTING = "spark.rankzero.secret"
 
 LONGEST_VARIABLE = 128 << 10
 """Most bytes of one environment variable on Linux."""
-
-ARCHIVES = "spark.archives"
-DRIVER_PYTHON = "spark.pyspark.driver.python"
 
 # These settings are read when a SparkContext starts. The driver starts it with the whole configuration.
 _LATE = ("spark.hadoop.", "spark.executorEnv.")
@@ -83,15 +79,16 @@ class SparkSubmitEngine(SparkEngine):
         >>> handle = Launcher(8, engine=engine, store="/shared/runs").submit(train)    # doctest: +SKIP
     """
 
+    drives_elsewhere = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.session is not None:
-            raise InvalidJobError("a driver in the cluster has a session of its own: give master= and conf=")
-        if self.master is None or self.master.startswith("local"):
+        if self.session is not None or self.master is None or self.master.startswith("local"):
             raise InvalidJobError(
-                f"master {self.master!r} is no cluster that could run a driver: use spark://host:port or yarn"
+                f"master {self.master!r} is no cluster that could run a driver, which has a session of its own: give "
+                "spark://host:port or yarn, and conf="
             )
-        if is_kubernetes(self.master):
+        if self.master.startswith("k8s://"):
             raise InvalidJobError(
                 f"rankzero starts no driver in cluster mode on {self.master!r}: start a pod of your own that runs "
                 f"Launcher(engine=SparkEngine({self.master!r}, conf=...), run_id=..., store=...), with "
@@ -100,37 +97,26 @@ class SparkSubmitEngine(SparkEngine):
             )
 
     @property
-    def drives_elsewhere(self) -> bool:
-        """True, since the cluster runs the driver."""
-        return True
+    def _is_standalone(self) -> bool:
+        return str(self.master).startswith("spark://")
 
     def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the specification of a `SparkEngine` whose driver a cluster starts."""
         shown, private = super().to_spec()
         return {**shown, "deploy_mode": "cluster"}, private
 
-    def check(self, job: Job) -> None:
-        """Refuses a job that a `SparkEngine` refuses, and paths that a driver on the cluster would not find."""
-        super().check(job)
-        if is_standalone(self.master or ""):
-            _refuse_paths_of_executors(self._settings())
-
     def check_store(self, root: str) -> None:
         """Refuses a store that the cluster cannot see."""
-        if root.startswith("memory://"):
+        if root.startswith("memory://") or (self._is_standalone and store.is_url(root)):
             raise InvalidJobError(
-                f"the store {root!r} exists only in this process, and the driver runs on {self.master}"
-            )
-        if is_standalone(self.master or "") and store.is_url(root):
-            raise InvalidJobError(
-                f"a driver on the standalone cluster {self.master!r} is started from the run directory, so the store "
-                f"must be a path that every worker mounts, not {root!r}"
+                f"the driver on {self.master!r} cannot be started from the store {root!r}: give a path that every host "
+                "mounts, or on YARN the URL of an object store"
             )
 
     def start_driver(self, own: Submission, private: Mapping[str, Any]) -> None:
         """Submits the driver, and returns when the cluster has accepted it, which takes about ten seconds."""
         master, run = self.master or "", [own.run.directory, str(own.job.submission)]
-        with _placed(own, shared=is_standalone(master)) as files:
+        with _placed(own, shared=self._is_standalone) as files:
             self._spark_submit(own, deployment_of(master, self._settings(), files, run, pack(private)))
 
     def _settings(self) -> dict[str, str]:
@@ -142,22 +128,22 @@ class SparkSubmitEngine(SparkEngine):
         with tempfile.NamedTemporaryFile("w", prefix="rankzero-", suffix=".conf") as properties, _log_of(own) as log:
             properties.write(_lines(deployment.conf))
             properties.flush()
-            command = [*_submit_command(bare=deployment.bare), "--master", self.master or ""]
+            command = [*_submit_command(bare=deployment.env is not None), "--master", self.master or ""]
             command += ["--deploy-mode", "cluster", "--name", f"rankzero {job.name}"]
             command += ["--properties-file", properties.name, *deployment.arguments]
-            env = {**({} if deployment.bare else os.environ), **deployment.env}
             start = log.seek(0, os.SEEK_END)
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=deployment.env)
             try:
                 code = _await_driver(process, own, bound)
             finally:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
-            if code is None:
-                raise EngineError(_problem(self.master, f"did not answer within {bound:g} s", log, start))
-            if code:
-                raise EngineError(_problem(self.master, "did not take the driver", log, start))
+                process.kill()
+                process.wait()
+            if code != 0:
+                log.seek(start)
+                lines = log.read().decode("utf-8", "replace").splitlines()
+                tail = [f"  {line}" for line in lines if not re.match(r"\s+at ", line)][-_TAIL:]
+                what = "did not take the driver" if code else f"did not answer within {bound:g} s"
+                raise EngineError("\n".join([f"the cluster {self.master!r} {what}; spark-submit wrote:", *tail]))
 
 
 @dataclass(frozen=True)
@@ -167,14 +153,12 @@ class Deployment:
     Attributes:
         arguments: Arguments behind its own options.
         conf: Settings for its file of properties.
-        env: Variables of its process, in addition to those of this process unless ``bare``.
-        bare: True if its process gets no other variables, which a standalone cluster would pass on to the driver.
+        env: All variables of its process; None if it inherits those of this process.
     """
 
     arguments: list[str]
     conf: dict[str, str]
-    env: dict[str, str] = field(default_factory=dict, repr=False)
-    bare: bool = False
+    env: dict[str, str] | None = field(default=None, repr=False)
 
 
 def deployment_of(master: str, conf: Mapping[str, str], files: str, run: list[str], private: str) -> Deployment:
@@ -192,7 +176,7 @@ def deployment_of(master: str, conf: Mapping[str, str], files: str, run: list[st
     """
     program, code = f"{files}/{PROGRAM}", f"{files}/{CODE}"
     own = [run[0], "--submission", run[1], "--private"]
-    if not is_standalone(master):
+    if not master.startswith("spark://"):
         # YARN keeps the configuration in the staging directory, which only this user can read.
         settings = {"spark.yarn.submit.waitAppCompletion": "false", **conf, PRIVATE_SETTING: private}
         return Deployment(["--py-files", code, program, *own, f"conf:{PRIVATE_SETTING}"], settings)
@@ -206,7 +190,8 @@ def deployment_of(master: str, conf: Mapping[str, str], files: str, run: list[st
     shown = {name: value for name, value in conf.items() if not (name.startswith(_LATE) or is_secret(name))}
     secret = conf.get("spark.authenticate.secret")
     env = {PRIVATE_VARIABLE: private, **({"_SPARK_AUTH_SECRET": secret} if secret else {})}
-    return Deployment([*arguments, *own, f"env:{PRIVATE_VARIABLE}"], shown, env, bare=True)
+    # A standalone cluster passes all variables of spark-submit on to the driver.
+    return Deployment([*arguments, *own, f"env:{PRIVATE_VARIABLE}"], shown, env)
 
 
 def pack(private: Mapping[str, Any]) -> str:
@@ -231,22 +216,6 @@ def read_private(place: str) -> dict[str, Any]:
     return private
 
 
-def _refuse_paths_of_executors(conf: Mapping[str, str]) -> None:
-    """Refuses relative paths for a standalone cluster, which starts its driver in a directory without the archives."""
-    python = conf.get(PYTHON, "")
-    if DRIVER_PYTHON not in conf and "/" in python and not python.startswith("/"):
-        raise InvalidJobError(
-            f"{PYTHON} is {python!r}, and a standalone cluster unpacks archives for executors only: set "
-            f"{DRIVER_PYTHON} to a Python that every worker has"
-        )
-    for archive in filter(None, conf.get(ARCHIVES, "").split(",")):
-        if not archive.startswith("/") and "://" not in archive:
-            raise InvalidJobError(
-                f"{ARCHIVES} has {archive!r}, and the driver on the cluster runs in another directory: give a path "
-                "or URL that every worker sees"
-            )
-
-
 def _await_driver(process: subprocess.Popen[bytes], own: Submission, bound: float) -> int | None:
     """Returns the exit code of spark-submit, or 0 once the driver has begun; None if neither happens in time."""
     deadline = time.monotonic() + bound
@@ -257,12 +226,6 @@ def _await_driver(process: subprocess.Popen[bytes], own: Submission, bound: floa
         if own.has_driver():
             return 0
     return None
-
-
-def _problem(master: str | None, what: str, log: IO[bytes], start: int) -> str:
-    log.seek(start)
-    lines = [line for line in log.read().decode("utf-8", "replace").splitlines() if not re.match(r"\s+at ", line)]
-    return "\n".join([f"the cluster {master!r} {what}; spark-submit wrote:", *(f"  {line}" for line in lines[-_TAIL:])])
 
 
 def _submit_command(*, bare: bool) -> list[str]:
