@@ -21,9 +21,9 @@ TOOLS = "numpy pandas<3 pyarrow psutil pytest pytest-timeout pytest-xdist hypoth
 TOOLS += " moto[s3] flask flask-cors hatchling editables setuptools wheel universal-pathlib"
 
 AIRFLOW = "operator trigger links provider connection tries listeners arguments templates outlets secrets"
-AIRFLOW += " hook xcom run_id compat"
+AIRFLOW += " xcom compat"
 DAGSTER = "asset multi_asset op resource stream failure step io_manager partitions checks metadata imports"
-DAGSTER += " fields output by_reference step_run checks_by_partition"
+DAGSTER += " fields output by_reference step_run"
 
 
 @dataclass(frozen=True)

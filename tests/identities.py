@@ -7,8 +7,8 @@ from typing import Any
 from rankzero import Launcher
 from rankzero.kinds import NumProcesses
 from rankzero.run.identity import Identity
+from rankzero.submit.code_files import UserCode
 from rankzero.submit.pack import build
-from rankzero.submit.pack_archive import UserCode
 from rankzero.submit.start import Submitter
 
 
@@ -30,4 +30,4 @@ def identity_by(
     """Returns the identity of a training that a launcher submits in a chain of tries."""
     request = launcher._for(train)._request()
     submitter = Submitter(request, train, args, kwargs, detached=False)
-    return submitter._asked(submitter._sources.digests({}, generation)).identity
+    return submitter._asked(submitter._sources.digests({}, generation))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from rankzero import InvalidJobError, Launcher, ResultRef
-from rankzero.submit import code_files, pack
+from rankzero.submit import pack
 
 
 def train(lr: float, *, steps: int = 1) -> float:
@@ -42,11 +42,6 @@ def test_a_missing_script_is_named(tmp_path: Path) -> None:
 def test_a_script_must_be_python(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("def (")
     assert "is not Python" in refused(str(tmp_path / "train.py"))
-
-
-def test_a_script_takes_no_keywords(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("")
-    assert "write '--lr', value" in refused(tmp_path / "train.py", lr=1)
 
 
 def test_module_references_are_resolved_and_checked() -> None:
@@ -87,8 +82,8 @@ def run_elsewhere(built: pack.Payload, tmp_path: Path) -> str:
     """Unpickles and calls the payload in a process that knows nothing of this one's modules."""
     (tmp_path / "payload.pkl").write_bytes(b"".join(built.data))
     extra = []
-    if built.modules:
-        with zipfile.ZipFile(io.BytesIO(built.modules)) as archive:
+    if built.modules.zipped:
+        with zipfile.ZipFile(io.BytesIO(built.modules.zipped)) as archive:
             archive.extractall(tmp_path / "modules")
         extra = [str(tmp_path / "modules")]
     program = f"""
@@ -188,14 +183,12 @@ def user_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (package / "__init__.py").write_text("")
     (package / "nets.py").write_text("import acme_constants\nSIZE = acme_constants.SIZE\ndef size(): return SIZE\n")
     (package / "builder.py").write_text("from acme_models.training import Net\ndef build(): return Net()\n")
-    (package / "table.txt").write_text("42")
     (package.parent / "acme_constants.py").write_text("SIZE = 8\n")
     (package / "training.py").write_text(
         textwrap.dedent(
             """
             import functools
             import threading
-            from pathlib import Path
             import acme_models.nets as nets
             from .nets import size
 
@@ -224,9 +217,6 @@ def user_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             def uses_cached():
                 with LOCK:
                     return cached()
-            def data_file():
-                import acme_models
-                return Path(acme_models.__file__).with_name("table.txt").read_text()
             """
         )
     )
@@ -267,7 +257,7 @@ def test_a_module_that_imports_an_orchestrator_travels_by_value(
     defs = importlib.import_module("acme_models.defs")
     built = pack.build(defs.train, (), {})
     assert run_elsewhere(built, tmp_path) == "trained"
-    assert built.modules is None
+    assert built.modules.zipped is None
 
 
 def loaded(name: str, path: Path, source: str) -> types.ModuleType:
@@ -340,93 +330,13 @@ def test_what_is_submitted_may_submit() -> None:
     assert pack.build(len, ([Submitting()],), {}).name == "len"
 
 
-def test_data_files_of_a_user_package_come_along(user_package: Any, tmp_path: Path) -> None:
-    assert run_elsewhere(pack.build(user_package.data_file, (), {}), tmp_path) == "42"
-
-
-SECRETS = [
-    ".env",
-    ".env.production",
-    ".netrc",
-    ".aws/credentials",
-    ".ssh/known_hosts",
-    "settings.env",
-    "tls/server.pem",
-    "tls/SERVER.KEY",
-    "keys/id_ed25519",
-    "keys/id_rsa.pub",
-    "credentials.json",
-    "google_credentials.json",
-    "service-account-prod.json",
-    "secrets.toml",
-]
-HARMLESS = ["table.txt", "credentials.py", "secrets/__init__.py", "keyboard.json", "environment.yaml", "monkey.txt"]
-
-
-def test_keys_and_passwords_in_a_user_package_stay_here(
-    user_package: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    package = Path(user_package.__file__).parent
-    for name in SECRETS + HARMLESS[1:]:
-        (package / name).parent.mkdir(exist_ok=True)
-        (package / name).write_text("# hunter2")
-    built = pack.build(user_package.by_value, (), {})
-    assert built.modules
-    names = zipfile.ZipFile(io.BytesIO(built.modules)).namelist()
-    assert [name for name in SECRETS if f"acme_models/{name}" in names] == []
-    assert [name for name in HARMLESS if f"acme_models/{name}" not in names] == []
-    assert "acme_models/tls/server.pem" in caplog.text
-    assert run_elsewhere(built, tmp_path) == "8"
-
-
-def test_of_a_folder_without_init_only_sources_travel(tmp_path: Path) -> None:
-    for name in ("train_it.py", "folder/part.py", "folder/data.txt", "folder/.env"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("import folder.part\n" if name == "train_it.py" else "")
-    built = pack.build(tmp_path / "train_it.py", (), {})
-    assert built.modules
-    assert zipfile.ZipFile(io.BytesIO(built.modules)).namelist() == ["folder/part.py"]
-
-
 def test_installed_packages_do_not_travel() -> None:
     def uses_torch() -> str:
         import torch
 
         return torch.__version__
 
-    assert pack.build(uses_torch, (), {}).modules is None
-
-
-def test_a_script_brings_the_modules_beside_it(tmp_path: Path) -> None:
-    (tmp_path / "train_it.py").write_text("import beside_it\n")
-    (tmp_path / "beside_it.py").write_text("import further\n")
-    (tmp_path / "further.py").write_text("")
-    before = list(sys.path)
-    built = pack.build(tmp_path / "train_it.py", (1, 2.5), {})
-    assert sys.path == before
-    assert built.modules is not None
-    assert zipfile.ZipFile(io.BytesIO(built.modules)).namelist() == ["beside_it.py", "further.py"]
-
-
-def test_too_much_user_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code_files, "LIMIT", 10)
-    (tmp_path / "train_it.py").write_text("import big\n")
-    (tmp_path / "big.py").write_text("x" * 100)
-    why = refused(tmp_path / "train_it.py")
-    assert "the largest are big.py (0 MiB): name what stays in .rankzeroignore in the package's folder" in why
-
-
-def test_a_package_says_which_of_its_files_stay(tmp_path: Path) -> None:
-    (tmp_path / "train_it.py").write_text("import mine.inner\n")
-    for name in ("__init__.py", "inner/__init__.py", "table.csv", "data/big.bin", "inner/a.npy"):
-        name = f"mine/{name}"
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("")
-    (tmp_path / "mine" / ".rankzeroignore").write_text("/data/\n*.npy\n")
-    built = pack.build(tmp_path / "train_it.py", (), {})
-    assert built.modules is not None
-    names = zipfile.ZipFile(io.BytesIO(built.modules)).namelist()
-    assert names == ["mine/__init__.py", "mine/inner/__init__.py", "mine/table.csv"]
+    assert pack.build(uses_torch, (), {}).modules.zipped is None
 
 
 def test_a_run_of_one_rank_takes_the_world_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,9 @@ import contextlib
 import importlib
 from typing import Any
 
+from airflow.sdk.definitions.context import KNOWN_CONTEXT_KEYS as KNOWN_CONTEXT_KEYS
+from airflow.sdk.definitions.xcom_arg import PlainXComArg as PlainXComArg
+
 _TASK_RUNNER = "airflow.sdk.execution_time.task_runner"
 
 
@@ -58,6 +61,15 @@ def model(name: str) -> Any:
     return _find(model, f"airflow.models.{module}")
 
 
+def rows(columns: list[Any], *conditions: Any) -> Any:
+    """Queries Airflow's database. No process of a task may."""
+    from airflow.utils.session import create_session
+    from sqlalchemy import select
+
+    with create_session(scoped=False) as session:
+        return session.execute(select(*columns).where(*conditions)).all()
+
+
 def read_xcom(row: Any) -> Any:
     """Returns the value of a row of the table of XComs, which a backend may keep elsewhere."""
     return _find("XCom", "airflow.sdk.execution_time.xcom").deserialize_value(row)
@@ -75,3 +87,22 @@ def is_in_process() -> bool:
     """Returns True in ``airflow tasks test``, ``airflow dags test`` and ``dag.test()``: no worker runs the task."""
     comms = getattr(importlib.import_module(_TASK_RUNNER), "SUPERVISOR_COMMS", None)
     return type(comms).__name__ == "InProcessSupervisorComms"
+
+
+def user_of_request() -> Any:
+    """Returns the dependency of a route of FastAPI that gives the user who is logged in to Airflow's pages."""
+    return _find("get_user", "airflow.api_fastapi.core_api.security")
+
+
+def may_read_logs(user: Any, dag_id: str | None) -> bool:
+    """Returns True if the user may read the logs of a DAG's tasks; None stands for all DAGs."""
+    from airflow.api_fastapi.app import get_auth_manager
+    from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessEntity, DagDetails
+
+    details, dag = DagDetails(id=dag_id), model("dag.DagModel")
+    # Airflow 3.2 and later.
+    if dag_id is not None and hasattr(dag, "get_team_name"):
+        details = DagDetails(id=dag_id, team_name=dag.get_team_name(dag_id))
+    return get_auth_manager().is_authorized_dag(
+        method="GET", access_entity=DagAccessEntity.TASK_LOGS, details=details, user=user
+    )

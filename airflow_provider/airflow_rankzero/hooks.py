@@ -19,10 +19,11 @@ from urllib.parse import quote
 from airflow.sdk import BaseHook
 
 from airflow_rankzero import provider_info
-from airflow_rankzero._compat import AirflowNotFoundException, mask_secret
+from airflow_rankzero._compat import AirflowNotFoundException
 from airflow_rankzero.provider_info import CONN_FIELDS
+from airflow_rankzero.secrets import mask_secrets
 from rankzero.errors import InvalidJobError, RankZeroError
-from rankzero.pipeline import secrets_of, store
+from rankzero.pipeline import store
 
 if TYPE_CHECKING:
     from airflow.sdk import Connection
@@ -287,24 +288,16 @@ def _master(fields: _Fields) -> str:
     return f"{host}:{port}" if port and ":" not in host.rpartition("://")[2] else host
 
 
-def mask_secrets(pairs: Mapping[str, Any]) -> None:
-    """Makes Airflow write ``***`` for the secret values in all later log lines and rendered fields of this process."""
-    for secret in secrets_of(pairs):
-        mask_secret(secret)
-
-
 # -- paths, which begin beside the DAG file: a worker's own directory means nothing, and a git bundle moves -----
 
 
 def train_beside(folder: str, train: Any) -> Any:
-    """Returns ``train`` with the path of a script as an absolute one, and files in a command by their relative paths.
+    """Returns ``train`` with the path of a script as an absolute one; a command unchanged.
 
     Args:
         folder: The folder of the DAG file.
         train: The rendered argument.
     """
-    if isinstance(train, (list, tuple)):
-        return [_word_beside(folder, word, is_program=number == 0) for number, word in enumerate(train)]
     is_module = isinstance(train, str) and (train.startswith("-m ") or (":" in train and os.sep not in train))
     return train if is_module or not isinstance(train, (str, os.PathLike)) else path_beside(folder, train)
 
@@ -334,11 +327,3 @@ def dataset_beside(folder: str, dataset: Any) -> Any:
 
     found = path_beside(folder, dataset)
     return found if datasets.is_path(dataset) or os.path.exists(found) else dataset
-
-
-def _word_beside(folder: str, word: Any, *, is_program: bool) -> Any:
-    """Returns a word of a command: still a relative path, by which the file travels."""
-    is_path = isinstance(word, str) and not os.path.isabs(word) and (os.sep in word or not is_program)
-    if is_path and os.path.isfile(os.path.join(folder, word)):
-        return os.path.join(os.curdir, os.path.relpath(os.path.join(folder, word)))
-    return word

@@ -15,7 +15,6 @@ from airflow.sdk import BaseOperatorLink
 
 from airflow_rankzero import provider_info
 from airflow_rankzero._compat import conf
-from rankzero.errors import InvalidJobError
 from rankzero.pipeline import store
 
 if TYPE_CHECKING:
@@ -70,19 +69,11 @@ def push_links(ti: Any, *, spark_ui: str | None = None, directory: str | None = 
 
 
 def report_address(directory: str) -> str | None:
-    """Returns the address of a run's report by ``[rankzero] report_url``, else that of the plugin's page, or None.
+    """Returns the address of the plugin's page of a run, or None.
 
-    A run of the configured store has a page among those of Airflow, if ``[api] base_url`` is set. Raises
-    InvalidJobError if the option has unknown placeholders.
+    A run of the configured store has a page among those of Airflow, if ``[api] base_url`` is set.
     """
     root, _, name = store.normalize(directory).rpartition("/")
-    if template := provider_info.option("report_url"):
-        path = quote(directory.rstrip("/").rpartition("://")[2])
-        try:
-            return template.format(path=path, name=quote(name))
-        except (KeyError, IndexError, ValueError, AttributeError):
-            wrong = f"[{provider_info.SECTION}] report_url is {template!r}; only {{path}} and {{name}} can stand in it"
-            raise InvalidJobError(wrong) from None
     base = str(conf.get("api", "base_url", fallback="") or "").rstrip("/")
     is_shown = base and root == store.normalize(provider_info.store_or_default())
     return f"{base}{PAGES}/runs/{quote(name)}" if is_shown else None

@@ -116,7 +116,7 @@ class Watch:
         xcom, task = _compat.model("xcom.XComModel"), _compat.model("taskinstance.TaskInstance")
         columns = [*(getattr(task, name) for name in (*_KEY, "id", "try_number")), xcom.value]
         same = [getattr(task, name) == getattr(xcom, name) for name in _KEY]
-        rows = _rows(columns, task.state.in_(_WAITING), xcom.key == DIRECTORY_KEY, *same)
+        rows = _compat.rows(columns, task.state.in_(_WAITING), xcom.key == DIRECTORY_KEY, *same)
         waiting = {tuple(row[: len(_KEY)]): row for row in rows}
         for key in waiting.keys() - self._waiting.keys():
             logger.info("the training of %s is watched", key)
@@ -146,7 +146,9 @@ def end(row: Any) -> None:
         if handle.status().final:
             return
         task = _compat.model("taskinstance.TaskInstance")
-        found = _rows([task.state, task.id, task.try_number], *(getattr(task, n) == getattr(row, n) for n in _KEY))
+        found = _compat.rows(
+            [task.state, task.id, task.try_number], *(getattr(task, n) == getattr(row, n) for n in _KEY)
+        )
         if found and found[0].state not in _ENDED:
             return
         why = has_set(found[0].state) if found else "Airflow has deleted the task"
@@ -158,11 +160,3 @@ def end(row: Any) -> None:
         logger.info("the training of %s is not within reach, and is left to its lease: %s", row.task_id, directory)
     except Exception:
         logger.warning("the training of %s is left to its lease", row.task_id, exc_info=True)
-
-
-def _rows(columns: list[Any], *conditions: Any) -> Any:
-    from airflow.utils.session import create_session
-    from sqlalchemy import select
-
-    with create_session(scoped=False) as session:
-        return session.execute(select(*columns).where(*conditions)).all()

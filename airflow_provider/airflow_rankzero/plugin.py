@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from airflow_rankzero import links, listeners, provider_info
-from airflow_rankzero._compat import AirflowPlugin, allow_class
+from airflow_rankzero import _compat, links, listeners, provider_info
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -31,7 +30,6 @@ class RunPages:
 
 
 def _create_app() -> Any:
-    from airflow.api_fastapi.core_api.security import get_user
     from fastapi import Depends, FastAPI, Response
 
     from rankzero.errors import RankZeroError
@@ -41,11 +39,12 @@ def _create_app() -> Any:
 
     # No coroutine: it reads a store and queries a database, in a thread of FastAPI.
     @app.get("/runs/{name:path}", response_model=None)
-    def show(name: str, user: Any = Depends(get_user)) -> Any:  # noqa: B008
+    def show(name: str, user: Any = Depends(_compat.user_of_request())) -> Any:  # noqa: B008
         """Serves the report of a run to a user who is logged in."""
         try:
             run = page.run_of(provider_info.store_or_default(), name)
-            if not _may_read_logs(user, run.labels.get("dag_id")):
+            dag_id = run.labels.get("dag_id")
+            if not _compat.may_read_logs(user, dag_id if isinstance(dag_id, str) else None):
                 raise ValueError("no run lives there")
             return Response(page.draw(run), 200, page.HEADERS, "text/html; charset=utf-8")
         except (RankZeroError, OSError, ValueError):
@@ -54,22 +53,7 @@ def _create_app() -> Any:
     return app
 
 
-def _may_read_logs(user: Any, label: Any) -> bool:
-    from airflow.api_fastapi.app import get_auth_manager
-    from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessEntity, DagDetails
-    from airflow.models.dag import DagModel
-
-    dag_id = label if isinstance(label, str) else None
-    details = DagDetails(id=dag_id)
-    # Airflow 3.2 and later.
-    if dag_id is not None and hasattr(DagModel, "get_team_name"):
-        details = DagDetails(id=dag_id, team_name=DagModel.get_team_name(dag_id))
-    return get_auth_manager().is_authorized_dag(
-        method="GET", access_entity=DagAccessEntity.TASK_LOGS, details=details, user=user
-    )
-
-
-class RankZeroPlugin(AirflowPlugin):  # type: ignore[misc]
+class RankZeroPlugin(_compat.AirflowPlugin):  # type: ignore[misc]
     """Loaded by Airflow in every task process, by its entry point."""
 
     name = "rankzero"
@@ -84,4 +68,4 @@ class RankZeroPlugin(AirflowPlugin):  # type: ignore[misc]
         """
         from rankzero import ResultRef
 
-        allow_class(ResultRef)
+        _compat.allow_class(ResultRef)

@@ -1,4 +1,4 @@
-"""Facts that Airflow's managers read about this package, its configuration, and the secrets backend of ranks.
+"""Facts that Airflow's managers read about this package, and its configuration.
 
 Airflow imports this module while it configures itself, so nothing here imports Airflow before a function is called.
 """
@@ -62,23 +62,15 @@ UI_FIELD_BEHAVIOUR: dict[str, Any] = {
 }
 
 
-def _option(description: str, example: str) -> dict[str, Any]:
-    facts = {"description": description, "example": example, "default": ""}
-    return {**facts, "version_added": "0.1.0", "type": "string"}
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
-    "store": _option(
-        "Root of the run directories, a path or an fsspec URL, for tasks whose operator and connection name none. "
-        "Empty: the environment variable RANKZERO_STORE, else ~/.rankzero/runs of the worker.",
-        "s3://bucket/rankzero",
-    ),
-    "report_url": _option(
-        "Where a web browser finds the report of a run, for the button 'Report' of a task: of `rankzero serve`, or of "
-        "the file report.html in the run directory. {path} stands for the directory without its scheme, {name} for the "
-        "run's name. Empty: the plugin's page, for runs of the configured store if [api] base_url is set.",
-        "https://reports.example.com/runs/{name}",
-    ),
+    "store": {
+        "description": "Root of the run directories, a path or an fsspec URL, for tasks whose operator and connection "
+        "name none. Empty: the environment variable RANKZERO_STORE, else ~/.rankzero/runs of the worker.",
+        "example": "s3://bucket/rankzero",
+        "default": "",
+        "version_added": "0.1.0",
+        "type": "string",
+    },
 }
 """The options as Airflow's provider information describes them."""
 
@@ -93,54 +85,6 @@ def option(name: str) -> str:
 def store_or_default() -> str:
     """Returns the root of run directories for tasks without ``store``, with core's default."""
     return stores.root_of(option("store") or None)
-
-
-_DATABASE = ("DATABASE__SQL_ALCHEMY_CONN", "DATABASE__SQL_ALCHEMY_CONN_ASYNC", "CORE__SQL_ALCHEMY_CONN")
-_BACKEND = ("SECRETS__BACKEND", "WORKERS__SECRETS_BACKEND")
-
-RANK_ENVIRONMENT = {
-    # Importing Airflow opens no database.
-    "_AIRFLOW__AS_LIBRARY": "1",
-    **{f"AIRFLOW__{name}": "ranks-have-no-database-of-airflow://" for name in _DATABASE},
-    **{f"AIRFLOW__{name}": f"{__name__}.NoSecrets" for name in _BACKEND},
-    **{f"AIRFLOW__{name}_KWARGS": "" for name in _BACKEND},
-}
-"""Variables of every rank, in place of the worker's: a rank may run where no Airflow is reachable."""
-
-
-def __getattr__(name: str) -> Any:
-    if name != "NoSecrets":
-        raise AttributeError(name)
-    from airflow.secrets.base_secrets import BaseSecretsBackend
-
-    class NoSecrets(BaseSecretsBackend):
-        """The secrets backend of ranks: refuses every variable and connection, also those of environment variables."""
-
-        def get_variable(self, key: str, *args: Any, **kwargs: Any) -> None:
-            raise _refusal("variable", key, f"var.value.{key}")
-
-        def get_connection(self, conn_id: str, *args: Any, **kwargs: Any) -> None:
-            raise _refusal("connection", conn_id, f"conn.{conn_id}.password")
-
-    return NoSecrets
-
-
-def _refusal(kind: str, name: str, template: str) -> BaseException:
-    try:
-        from airflow.sdk.exceptions import AirflowSecretsBackendAccessDenied as Denied
-    except ImportError:
-        # Before Airflow 3.2.2, which passes over every Exception of a backend.
-        Denied = BaseException  # type: ignore[misc, assignment]
-
-    class LookupInRankError(Denied):
-        """Raised in a rank that looks up a variable or connection of Airflow: ranks get values as arguments."""
-
-        __qualname__ = "LookupInRankError"
-
-    return LookupInRankError(
-        f"the {kind} {name!r} of Airflow was looked up in a rank, and ranks run outside of Airflow: pass the value as "
-        f'an argument of the training, such as "{{{{ {template} }}}}"'
-    )
 
 
 def get_provider_info() -> dict[str, Any]:

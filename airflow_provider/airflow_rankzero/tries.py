@@ -38,11 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_RETRY_DELAY = timedelta(hours=24)
-"""Airflow's own limit of an exponential delay."""
-
-STEM_LIMIT = 180
-"""Characters before the checksum; core allows 200 in all."""
+MAX_RETRY_DELAY = timedelta(hours=24)  # Airflow's own limit of an exponential delay
+STEM_LIMIT = 180  # Characters of a run's name before the checksum; core allows 200 in all
 
 STATES_OF_USERS = ("failed", "success", "skipped", "upstream_failed", "removed", "restarting", None)
 """States of a task instance that a user has marked or cleared while its process was running."""

@@ -18,12 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
-from airflow.sdk import ObjectStoragePath
-from airflow.sdk.definitions.context import KNOWN_CONTEXT_KEYS
-from airflow.sdk.definitions.xcom_arg import PlainXComArg, XComArg
+from airflow.sdk import ObjectStoragePath, XComArg
 
 from airflow_rankzero import tries
-from airflow_rankzero._compat import AirflowFailException, conf
+from airflow_rankzero._compat import KNOWN_CONTEXT_KEYS, AirflowFailException, PlainXComArg, conf
 from airflow_rankzero.links import DIRECTORY_KEY
 from airflow_rankzero.listeners import offer
 from rankzero import Launcher

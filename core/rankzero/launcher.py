@@ -88,7 +88,7 @@ class Launcher(Options):
         Args:
             train: A callable, ``"package.module:function"``, ``"path/to/script.py"``, ``"-m package.module"`` as for
                 ``python``, or a command as a list of words, ``["bash", "train.sh"]``: any program, which succeeds by
-                exit code 0. Files that a command names by relative paths are shipped with it.
+                exit code 0. Files of a command travel in ``working_dir``.
             args: Positional arguments of the function, or the rest of the command line, in which ``${local_rank}``
                 is replaced by the local rank.
             kwargs: Keyword arguments of the function.
@@ -318,8 +318,8 @@ class Launcher(Options):
     def _request(self) -> Request:
         from rankzero.report.summary import prices_from_environment
         from rankzero.submit import datasets
+        from rankzero.submit.code_files import UserCode
         from rankzero.submit.pack import pack_trackers
-        from rankzero.submit.pack_archive import UserCode
         from rankzero.submit.start import Request
 
         if self.restart_on and not self.max_restarts:
@@ -348,7 +348,7 @@ class Launcher(Options):
             env,
             restart_on=self.restart_on,
             sources=datasets.check(self.dataset),
-            code=UserCode(self.working_dir, self.py_files, self.excludes),
+            code=UserCode(self.working_dir, self.py_files),
             trackers=pack_trackers(self.trackers, engine),
         )
 

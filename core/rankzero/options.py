@@ -123,7 +123,6 @@ class Options:
             there (in the format of .gitignore) are not shipped.
         py_files: Python files, zips, eggs, wheels and directories of packages to ship, for ranks to import. Modules
             that a function or script imports are shipped automatically; these are for imports that cannot be found.
-        excludes: Patterns, as in a .gitignore, of files in ``working_dir`` and ``py_files`` that are not shipped.
         trackers: External systems that receive the run's events, such as ``[MLflow()]``: see
             `rankzero.tracking.Tracker`. A run never waits for a tracker, and never fails because of one.
 
@@ -159,7 +158,6 @@ class Options:
     code_version: str | None = option(None, kinds.TEXT)
     working_dir: str | os.PathLike[str] | None = option(None, kinds.PATH, late=True)
     py_files: Sequence[str | os.PathLike[str]] = option((), kinds.PATHS, late=True)
-    excludes: Sequence[str] = option((), kinds.PATHS, late=True)
     trackers: Sequence[Tracker] = option((), Kind(_check_trackers), shown=False)
 
     if not TYPE_CHECKING:

@@ -11,17 +11,10 @@ from typing import Any, cast, overload
 import dagster as dg
 from pydantic import ValidationError
 
-from dagster_rankzero._compat import with_partitions
+from dagster_rankzero._compat import name_of, with_partitions
 from dagster_rankzero.checks import reported_checks
-from dagster_rankzero.inputs import (
-    PARTITION_KEYS,
-    PartitionArguments,
-    as_step_parameter,
-    check_function,
-    of_single,
-    take_single,
-)
-from dagster_rankzero.metadata import RESULT_ENTRIES, by_output
+from dagster_rankzero.inputs import CONFIG, PARTITION_KEYS, PartitionArguments, annotation_of, check_function, ins_of
+from dagster_rankzero.metadata import RESULT_ENTRIES, by_partition
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY, NumProcesses, Program, TorchDistributorResource
 
 _Finish = Callable[[Any, Any, list[str]], Any]
@@ -102,7 +95,7 @@ def build_asset(
     specs = arguments.get("check_specs")
 
     def finish(context: dg.AssetExecutionContext, result: dg.MaterializeResult[Any], keys: list[str]) -> Any:
-        single = take_single(context, result, keys)
+        single = _take_single(context, result, keys)
         return _with_checks(context, [single], specs, result.metadata) if specs else single
 
     made = _make(dg.asset, train, changes, resource_key, arguments, finish, fixed, inputs)
@@ -153,13 +146,13 @@ def torch_multi_asset(
 
     def decorate(function: Callable[..., Any]) -> dg.AssetsDefinition:
         def finish(context: dg.AssetExecutionContext, result: dg.MaterializeResult[Any], keys: list[str]) -> Any:
-            values = by_output(function.__name__, result.value, list(outs), required)
+            values = _by_output(function.__name__, result.value, list(outs), required)
             selected = context.op_execution_context.selected_output_names
             metadata = _without_result(result.metadata)
             found = [
                 dg.MaterializeResult(
                     asset_key=context.asset_key_for_output(name),
-                    value=of_single(values[name], keys, name),
+                    value=_of_single(values[name], keys, name),
                     metadata=metadata,
                 )
                 for name in outs
@@ -230,7 +223,7 @@ def torch_distributor_op(
         )
 
     def decorate(function: Callable[..., Any]) -> dg.OpDefinition:
-        return cast(dg.OpDefinition, _make(dg.op, function, changes, resource_key, op_arguments, take_single))
+        return cast(dg.OpDefinition, _make(dg.op, function, changes, resource_key, op_arguments, _take_single))
 
     if train is None or callable(train):
         if args:
@@ -282,21 +275,24 @@ def _make(
     fixed: Mapping[str, Any] | None = None,
     inputs: Collection[str] | None = None,
 ) -> Any:
-    """Makes an asset or op by Dagster's decorator, of a function whose signature has the training's inputs.
+    """Makes an asset or op by Dagster's decorator, of a function that takes the training's inputs by name.
 
     A parameter that ``ins`` describes among the arguments of Dagster's decorator is an input, whatever its name.
     """
     is_op = decorator is dg.op
     check_function("torch_distributor_op" if is_op else f"torch_{decorator.__name__}", train)
     signature = inspect.signature(train)
+    named_ins = arguments.get("ins") or {}
     taken = [
         parameter
         for name, parameter in signature.parameters.items()
         if name not in (fixed or {}) and (inputs is None or name in inputs)
     ]
-    partitions = PartitionArguments.of(train.__name__, taken, frozenset(arguments.get("ins") or ()))
+    partitions = PartitionArguments.of(train.__name__, taken, frozenset(named_ins))
+    taken = [parameter for parameter in taken if parameter.name not in partitions.taken]
+    ins = ins_of(train, taken, named_ins, is_op=is_op)
 
-    def compute(context: Any, **given: Any) -> Any:
+    def run(context: Any, given: dict[str, Any]) -> Any:
         keys = partitions.fill(context)
         resource: TorchDistributorResource = getattr(context.resources, resource_key).options(**changes)
         if PARTITION_KEYS in keys:
@@ -305,19 +301,22 @@ def _make(
         result = resource._run(context, train, (), {**(fixed or {}), **given, **keys})
         return finish(context, result, keys.get(PARTITION_KEYS, []))
 
-    context_type = dg.OpExecutionContext if is_op else dg.AssetExecutionContext
-    parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=context_type)]
-    parameters += [as_step_parameter(train, each) for each in taken if each.name not in partitions.taken]
-    parameters.sort(key=lambda parameter: (parameter.kind, parameter.default is not inspect.Parameter.empty))
-    compute.__annotations__ = {p.name: p.annotation for p in parameters if p.annotation is not inspect.Parameter.empty}
-    returns: Any = inspect.Signature.empty
+    # The context is an asset's or an op's, and the value may be an Output: Dagster compares both with annotations.
+    def compute(context, **given):  # type: ignore[no-untyped-def]
+        return run(context, given)
+
+    if config := next((each for each in taken if each.name == CONFIG and CONFIG not in ins), None):
+        # An empty annotation or default is none.
+        kind, default = annotation_of(train, config), config.default
+
+        def compute(context, config: kind = default, **given):  # type: ignore[misc, no-untyped-def, valid-type]
+            return run(context, {CONFIG: config, **given})
+
     if signature.return_annotation in (None, "None"):
-        returns = compute.__annotations__["return"] = None
-    compute.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
+        compute.__annotations__["return"] = None
     compute.__name__ = compute.__qualname__ = train.__name__
-    compute.__module__ = train.__module__
-    compute.__doc__ = train.__doc__
-    return decorator(**_with_resource(arguments, resource_key))(compute)
+    compute.__module__, compute.__doc__ = train.__module__, train.__doc__
+    return decorator(**_with_resource({**arguments, "ins": ins}, resource_key))(compute)
 
 
 def _with_resource(arguments: Mapping[str, Any], resource_key: str) -> dict[str, Any]:
@@ -334,3 +333,42 @@ def collect_changes(options: Mapping[str, Any] | None, **named: Any) -> dict[str
     except ValidationError as error:
         raise dg.DagsterInvalidDefinitionError(f"wrong options: {error}") from error
     return changes
+
+
+def _by_output(function: str, value: Any, names: list[str], required: set[str]) -> dict[str, Any]:
+    """Returns rank 0's value by output name; raises dagster.Failure if an output is missing or unknown."""
+    if isinstance(value, tuple) and set(getattr(value, "_fields", ())) == set(names):
+        return dict(zip(value._fields, value, strict=True))  # type: ignore[attr-defined]
+    if isinstance(value, tuple) and len(value) == len(names):
+        return dict(zip(names, value, strict=True))
+    if isinstance(value, dict) and required <= set(value) <= set(names):
+        return value
+    got = f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
+    if isinstance(value, dict):
+        got = f"a dict with the keys {', '.join(sorted(map(str, value)))}"
+    raise dg.Failure(
+        f"{function} returned {got}; return a dict with the keys {', '.join(names)}, or a tuple in this order, and "
+        "re-execute the whole step: from the failure it would get the same value again",
+        allow_retries=False,
+    )
+
+
+def _take_single(context: Any, result: Any, keys: list[str]) -> Any:
+    """Returns the result of a step for its IO manager: a single partition's value is taken out of the dict by key.
+
+    The keys are the ``partition_keys`` that the function got; empty if it does not take them.
+    """
+    value = _of_single(result.value, keys, name_of(context))
+    if value is result.value:
+        return result
+    if isinstance(result, dg.MaterializeResult):
+        # The version belongs to the dict, not to the value.
+        return result._replace(value=value, data_version=None)
+    return dg.Output(value, metadata=result.metadata)
+
+
+def _of_single(value: Any, keys: list[str], name: str) -> Any:
+    """Returns the value of the only partition from a dict by key; any other value unchanged, for the IO manager."""
+    if len(keys) == 1 and isinstance(value, Mapping):
+        return by_partition(value, keys, name)[keys[0]]
+    return value

@@ -1,4 +1,4 @@
-"""Arguments of a training function: values without Dagster's objects, `ResultRef`, keys; DataFrames go by `step`."""
+"""Arguments of a training function: its inputs, values without Dagster's objects, DataFrames, partition keys."""
 
 import hashlib
 import inspect
@@ -12,7 +12,7 @@ from typing import Any, get_origin
 import dagster as dg
 
 import rankzero
-from dagster_rankzero._compat import dagster_type_of, name_of
+from dagster_rankzero._compat import dagster_type_of
 
 CONFIG, PARTITION_KEY, PARTITION_KEYS = "config", "partition_key", "partition_keys"
 """Names of the parameters of a training function that are special."""
@@ -51,6 +51,18 @@ def is_reference(value: object) -> bool:
 def is_frame(value: object) -> bool:
     """Returns True for a DataFrame of Spark or Spark Connect."""
     return type(value).__module__.startswith("pyspark.sql.") and hasattr(value, "mapInArrow")
+
+
+def with_frames(dataset: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Returns the datasets of a training with the DataFrames among its arguments, which become names, and the rest.
+
+    Ranks read the rows of a DataFrame as a dataset, and get its name as the argument. None: there is no DataFrame.
+    """
+    frames = {name: value for name, value in kwargs.items() if is_frame(value)}
+    if not frames:
+        return None, kwargs
+    named = dataset if isinstance(dataset, Mapping) else {} if dataset is None else {"train": dataset}
+    return {**named, **frames}, {**kwargs, **{name: name for name in frames}}
 
 
 def wants_reference(dagster_type: dg.DagsterType) -> bool:
@@ -98,29 +110,55 @@ def check_function(decorator: str, train: object) -> None:
         )
 
 
-def as_step_parameter(train: Callable[..., Any], parameter: inspect.Parameter) -> inspect.Parameter:
-    """Returns the parameter of a step's function for one of its training function; raises for one that has none."""
-    name, annotation, why = parameter.name, _annotation_of(train, parameter), ""
+def ins_of(
+    train: Callable[..., Any], parameters: list[inspect.Parameter], given: Mapping[str, Any], *, is_op: bool
+) -> dict[str, Any]:
+    """Returns Dagster's ``ins`` for a training function: those that the user has given, and one for each parameter.
+
+    Raises DagsterInvalidDefinitionError for a parameter that no input can fill, and for an input without a parameter.
+    """
+    ins: dict[str, Any] = {}
+    for parameter in parameters:
+        _check_parameter(train, parameter)
+        name, annotation = parameter.name, annotation_of(train, parameter)
+        if name == CONFIG or parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            continue
+        known = {"dagster_type": OpenedByRanks(dagster_type_of(Any if annotation is parameter.empty else annotation))}
+        if is_op and parameter.default is not parameter.empty:
+            known["default_value"] = parameter.default
+        ins[name] = _filled(given.get(name, dg.In() if is_op else dg.AssetIn()), known)
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    for name in given.keys() - ins.keys():
+        if not (takes_any or getattr(given[name].dagster_type, "is_nothing", False)):
+            raise dg.DagsterInvalidDefinitionError(f"ins has {name!r}, but {train.__name__} has no such parameter")
+    return ins | {name: each for name, each in given.items() if name not in ins}
+
+
+def _filled(given: Any, fields: Mapping[str, Any]) -> Any:
+    """Returns an `In` or `AssetIn` with the fields that it leaves open."""
+    blank = type(given)()
+    known = {name: getattr(given, name) for name in inspect.signature(type(given)).parameters}
+    unset = {name: value for name, value in fields.items() if known[name] is getattr(blank, name)}
+    return type(given)(**{**known, **unset})
+
+
+def _check_parameter(train: Callable[..., Any], parameter: inspect.Parameter) -> None:
+    """Raises DagsterInvalidDefinitionError for a parameter of a training function that no input can fill."""
+    name, why = parameter.name, ""
     if name in ("context", "_context", "context_", "_"):
         why = f"has a parameter {name!r}, but it runs inside ranks, where Dagster's context does not exist: remove it "
         why += "(rankzero.train.get_context() tells rank and world size), or call TorchDistributorResource.run from an "
         why += "asset of your own"
     elif parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
         why = f"has the parameter {str(parameter)!r}; inputs have names: make it an ordinary parameter"
-    elif _is_resource(annotation):
+    elif _is_resource(annotation_of(train, parameter)):
         why = f"asks for the resource {name!r}, but it runs inside ranks, where resources do not exist: pass plain "
         why += "values, or call TorchDistributorResource.run from an asset of your own"
     if why:
         raise dg.DagsterInvalidDefinitionError(f"{train.__name__} {why}")
-    if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-        return parameter.replace(annotation=inspect.Parameter.empty)
-    if name != CONFIG:
-        annotation = OpenedByRanks(dagster_type_of(Any if annotation is inspect.Parameter.empty else annotation))
-    # Dagster does not see keyword-only parameters as inputs.
-    return parameter.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation)
 
 
-def _annotation_of(train: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+def annotation_of(train: Callable[..., Any], parameter: inspect.Parameter) -> Any:
     """Returns the annotation as an object; `Any` for a name that exists only for type checkers."""
     annotation = parameter.annotation
     if not isinstance(annotation, str):
@@ -170,43 +208,6 @@ class PartitionArguments:
                 f"{self.name} has a parameter {min(missing)!r}, but this run has {has}", allow_retries=False
             )
         return {name: value for name, value in found.items() if name in self.taken}
-
-
-def take_single(context: Any, result: Any, keys: list[str]) -> Any:
-    """Returns the result of a step for its IO manager: a single partition's value is taken out of the dict by key.
-
-    The keys are the ``partition_keys`` that the function got; empty if it does not take them.
-    """
-    value = of_single(result.value, keys, name_of(context))
-    if value is result.value:
-        return result
-    if isinstance(result, dg.MaterializeResult):
-        # The version belongs to the dict, not to the value.
-        return result._replace(value=value, data_version=None)
-    return dg.Output(value, metadata=result.metadata)
-
-
-def of_single(value: Any, keys: list[str], name: str) -> Any:
-    """Returns the value of the only partition from a dict by key; any other value unchanged, for the IO manager."""
-    if len(keys) == 1 and isinstance(value, Mapping):
-        return by_partition(value, keys, name)[keys[0]]
-    return value
-
-
-def by_partition(value: Any, keys: list[str], name: str) -> dict[str, Any]:
-    """Returns the value of every partition from an output; raises dagster.Failure unless it is a dict of those."""
-    got = f"a {type(value).__name__}"
-    if isinstance(value, Mapping):
-        values = {str(key): item for key, item in value.items()}
-        if values.keys() == set(keys):
-            return values
-        got = f"a dict with the keys {sorted(values)}"
-    raise dg.Failure(
-        f"a run of the partitions {', '.join(sorted(keys))} of {name} got {got}: "
-        "return a dict with one value for each partition key, or use BackfillPolicy.multi_run(); then re-execute the "
-        "whole step: from the failure it would get the same value again",
-        allow_retries=False,
-    )
 
 
 def keys_of(context: Any) -> list[str]:

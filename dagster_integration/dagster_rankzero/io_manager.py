@@ -25,8 +25,8 @@ import dagster as dg
 from pydantic import Field, PrivateAttr, field_validator
 
 from dagster_rankzero._compat import KnownFields, set_data_version
-from dagster_rankzero.inputs import by_partition, dimensions_of, is_frame, segment, wants_reference
-from dagster_rankzero.metadata import describe_partitions, describe_result
+from dagster_rankzero.inputs import dimensions_of, is_frame, segment, wants_reference
+from dagster_rankzero.metadata import by_partition, describe_partitions, describe_result
 from rankzero import ResultError, ResultRef, RunHandle, RunNotFoundError
 from rankzero.pipeline import attempt, map_refs, store
 

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
@@ -16,17 +16,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_Entries = dict[str, Any]
-# Dagster shows plain values as they are.
+_Entries = dict[str, Any]  # Dagster shows plain values as they are
 
 METRIC_PREFIX = "metric/"
 """Prefix of metrics' names, so that a metric cannot replace another entry."""
 
 RESULT_ENTRIES = frozenset({"format", "size", "sha256"})
 """Names of the entries of `describe_result` other than metrics."""
-
-TABLE_ROWS = 50
-"""Most rows of the tables of reports and of partitions."""
 
 
 def describe_run(handle: "RunHandle[Any]", log: Any = logger) -> _Entries:
@@ -39,14 +35,12 @@ def describe_run(handle: "RunHandle[Any]", log: Any = logger) -> _Entries:
         picture = curves.chart(rows, curves.loss_names(rows))
         return {"loss_curve": dg.MetadataValue.md(picture)} if picture else {}
 
-    rows: list[dict[str, Any]] = attempt(log, "the table of reports", lambda: reports.rows_of(handle.events()), [])
-    # The table is long, so it comes last.
+    rows: list[dict[str, Any]] = attempt(log, "the reports", lambda: reports.rows_of(handle.events()), [])
     return {
         **part("the description of the run", lambda: _describe_end(handle)),
         **part("the throughput", lambda: dict(reports.throughput(rows))),
         **part("the loss curve", losses),
         **part("the description of the result", lambda: describe_result(handle.result_ref())),
-        **part("the table of reports", lambda: _list_reports(rows)),
     }
 
 
@@ -84,17 +78,12 @@ def _metrics(values: Mapping[str, Any]) -> _Entries:
 
 def describe_partitions(stored: "Mapping[str, ResultRef]") -> _Entries:
     """Returns the entries of an output of several partitions, which Dagster stores with the event of each."""
-    rows = [
-        {"partition": key, "format": ref.format, "size": ref.size, "digest": ref.digest}
-        for key, ref in sorted(stored.items())[:TABLE_ROWS]
-    ]
-    size = sum(ref.size for ref in stored.values())
-    return {"partitions": table(rows), "partition_count": len(stored), "size": size}
+    return {"partition_count": len(stored), "size": sum(ref.size for ref in stored.values())}
 
 
 def describe_error(error: "RankZeroError") -> dict[str, Any]:
     """Returns the facts of an error by name."""
-    from rankzero import HangError, InsufficientSlotsError, StartTimeoutError, WorkerFailedError
+    from rankzero import HangError, WorkerFailedError
 
     facts: dict[str, Any] = {}
     if isinstance(error, WorkerFailedError):
@@ -108,10 +97,6 @@ def describe_error(error: "RankZeroError") -> dict[str, Any]:
         if error.stacks:
             blocks = [f"**rank {rank}**\n\n{_fence(stack)}" for rank, stack in error.stacks.items()]
             facts["stacks"] = dg.MetadataValue.md("\n\n".join(blocks))
-    elif isinstance(error, InsufficientSlotsError):
-        facts = {"slots_needed": error.needed, "slots_available": error.available}
-    elif isinstance(error, StartTimeoutError):
-        facts["missing"] = ", ".join(error.missing or ())
     return {name: fact for name, fact in facts.items() if fact not in (None, "")}
 
 
@@ -120,27 +105,6 @@ def _fence(text: str) -> str:
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(4, longest + 1)
     return f"{fence}text\n{text.rstrip()}\n{fence}"
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> dg.MetadataValue[Any]:
-    """Returns a table for the UI with all columns of the rows, in the order of their first use."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    return dg.MetadataValue.table([dg.TableRecord({name: _plain(row.get(name)) for name in names}) for row in rows])
-
-
-def _list_reports(rows: Sequence[dict[str, Any]]) -> _Entries:
-    if not rows:
-        return {}
-    shown = rows[-1:] if len(rows) == 1 else curves.evenly(rows, TABLE_ROWS)
-    hidden = reports.UNSHOWN
-    return {"reports": table([{name: value for name, value in row.items() if name not in hidden} for row in shown])}
-
-
-def _plain(value: Any) -> str | int | float | bool | None:
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    # Twelve digits are enough for a time; the run directory has all.
-    return float(f"{value:.12g}") if reports.is_number(value) else str(value)
 
 
 def observe(context: Any, metrics: Mapping[str, Any]) -> Iterator[dg.AssetObservation]:
@@ -198,19 +162,17 @@ def build_result(context: Any, handle: "RunHandle[Any]", value: Any, output: Out
     return dg.MaterializeResult(asset_key=key, value=value, metadata=metadata, data_version=version)
 
 
-def by_output(function: str, value: Any, names: list[str], required: set[str]) -> dict[str, Any]:
-    """Returns rank 0's value by output name; raises dagster.Failure if an output is missing or unknown."""
-    if isinstance(value, tuple) and set(getattr(value, "_fields", ())) == set(names):
-        return dict(zip(value._fields, value, strict=True))  # type: ignore[attr-defined]
-    if isinstance(value, tuple) and len(value) == len(names):
-        return dict(zip(names, value, strict=True))
-    if isinstance(value, dict) and required <= set(value) <= set(names):
-        return value
-    got = f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
-    if isinstance(value, dict):
-        got = f"a dict with the keys {', '.join(sorted(map(str, value)))}"
+def by_partition(value: Any, keys: list[str], name: str) -> dict[str, Any]:
+    """Returns the value of every partition from an output; raises dagster.Failure unless it is a dict of those."""
+    got = f"a {type(value).__name__}"
+    if isinstance(value, Mapping):
+        values = {str(key): item for key, item in value.items()}
+        if values.keys() == set(keys):
+            return values
+        got = f"a dict with the keys {sorted(values)}"
     raise dg.Failure(
-        f"{function} returned {got}; return a dict with the keys {', '.join(names)}, or a tuple in this order, and "
-        "re-execute the whole step: from the failure it would get the same value again",
+        f"a run of the partitions {', '.join(sorted(keys))} of {name} got {got}: "
+        "return a dict with one value for each partition key, or use BackfillPolicy.multi_run(); then re-execute the "
+        "whole step: from the failure it would get the same value again",
         allow_retries=False,
     )

@@ -144,7 +144,6 @@ class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: i
     code_version: str | None = option_field("code_version")
     working_dir: str | None = option_field("working_dir")
     py_files: list[str] = option_field("py_files")
-    excludes: list[str] = option_field("excludes")
     # The end of these options.
     checkpoints: Checkpoints = Field(
         default_factory=Checkpoints, description="Which checkpoints are kept, as a dict or a CheckpointConfig."

@@ -20,7 +20,7 @@ from typing import Any, Self
 import dagster as dg
 
 from dagster_rankzero import _compat
-from dagster_rankzero.inputs import is_frame, without_annotations, without_dagster
+from dagster_rankzero.inputs import with_frames, without_annotations, without_dagster
 from dagster_rankzero.io_manager import hold
 from dagster_rankzero.metadata import build_result, describe_error, observe, single_output, takes_reference
 from rankzero import InvalidJobError, Launcher, RankZeroError, RunHandle, WorkerFailedError
@@ -137,11 +137,8 @@ class Step:
 
 def train_in_step(resource: Any, context: Any, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Trains for the step of a context, with observations of its assets, and returns its result for Dagster."""
-    if frames := {name: value for name, value in kwargs.items() if is_frame(value)}:
-        # Ranks read the rows of a DataFrame as a dataset, and get its name as the argument.
-        given = resource._given_dataset
-        named = given if isinstance(given, Mapping) else {} if given is None else {"train": given}
-        resource, kwargs = resource.options(dataset={**named, **frames}), {**kwargs, **{name: name for name in frames}}
+    frames, kwargs = with_frames(resource._given_dataset, kwargs)
+    resource = resource.options(dataset=frames) if frames else resource
     handle: RunHandle[Any] | None = None
     step, output = Step.of(context), single_output(context)
     shipped = without_annotations(train), without_dagster(args), without_dagster(kwargs)

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from tests import servers
 from tests.airflow.database import migrate
-from tests.conftest import ROOT, free_port, is_alive, processes_with, until
+from tests.conftest import ROOT, free_port, processes_with, until
 from tests.postgres import Postgres, find_programs
 from tests.servers import STOP_TIMEOUT
 
@@ -53,13 +53,15 @@ class Deployment:
         self.url = f"http://127.0.0.1:{free_port()}"
         self.token = ""
         self._password = secrets.token_hex(8)
-        self._leaders: list[subprocess.Popen[bytes]] = []
+        self._components: dict[str, subprocess.Popen[bytes]] = {}
         programs = find_programs() if importlib.util.find_spec("psycopg2") else None
         self.postgres = Postgres(programs) if programs else None
         self._env = self._environment()
         try:
             migrate(self._env)
-            self.start(*COMPONENTS)
+            for name in COMPONENTS:
+                command, log = (sys.executable, "-m", "airflow", name), home / f"{name}.log"
+                self._components[name] = servers.start(*command, log=log, env=self._env, cwd=ROOT)
         except BaseException:
             self.stop()
             raise
@@ -105,37 +107,9 @@ class Deployment:
             "AIRFLOW_OF_TEST": self.marker,
         }
 
-    def start(self, *names: str) -> None:
-        """Starts components."""
-        command = (sys.executable, "-m", "tests.airflow.components", str(self._home), *names)
-        self._leaders.append(servers.start(*command, log=self._home / "components.log", env=self._env, cwd=ROOT))
-        wait_until(lambda: self._have_begun(names), START_TIMEOUT, f"the processes of {names}")
-
-    def _have_begun(self, names: tuple[str, ...]) -> bool:
-        self._check_alive()
-        return all(map(self._pid, names))
-
     def _check_alive(self) -> None:
-        # The process of a component that a test has killed ends with 0.
-        ended = ["components"] if any(leader.poll() for leader in self._leaders) else []
-        ended += [name for name in COMPONENTS if (pid := self._pid(name)) and not is_alive(pid)]
-        assert not ended, f"{ended} ended: {(self._home / f'{ended[-1]}.log').read_text()[-3000:]}"
-
-    def kill(self, name: str) -> None:
-        """Ends a component and its helpers at once, as the death of their host does."""
-        pid = self._pid(name)
-        assert pid
-        os.killpg(pid, signal.SIGKILL)
-        wait_until(lambda: not is_alive(pid), STOP_TIMEOUT, f"the end of the {name}")
-        # The next one writes it again.
-        (self._home / f"{name}.pid").unlink()
-
-    def _pid(self, name: str) -> int | None:
-        """The process of a component; None before it has begun."""
-        try:
-            return int((self._home / f"{name}.pid").read_text())
-        except FileNotFoundError:
-            return None
+        for name, process in self._components.items():
+            assert process.poll() is None, f"{name} ended: {(self._home / f'{name}.log').read_text()[-3000:]}"
 
     # -- its REST API --------------------------------------------------------------------------
 
@@ -247,7 +221,7 @@ class Deployment:
     def stop(self) -> None:
         """Kills the components; what their tasks have started has to end by itself."""
         try:
-            servers.stop(self._leaders, timeout=0)
+            servers.stop([*self._components.values()], timeout=0)
             wait_until(lambda: not processes_with(self.marker), STOP_TIMEOUT, "the end of Airflow")
         finally:
             for pid in processes_with(self.marker):

@@ -67,16 +67,6 @@ def test_the_blocks_of_a_page_make_a_dag(
     blocks.run_page(page, "airflow", given(), request)
 
 
-def test_trainings_of_other_launchers_are_tasks(dag: Any, run_dag: Callable[..., Any], operator: Any) -> None:
-    from rankzero import distributed
-    from rankzero.compat.ray_train import TorchTrainer
-
-    operator(TorchTrainer(lambda config: config["lr"], train_loop_config={"lr": 0.5}), task_id="trainer")
-    operator(distributed(num_processes=2)(training), task_id="decorated")
-    outcome = run_dag(dag)
-    assert (outcome.xcom("trainer"), outcome.xcom("decorated")) == (0.5, 0.1), outcome.errors
-
-
 def test_the_first_dag_trains_and_its_next_task_opens_the_result(
     run_dag: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,11 +113,13 @@ def test_default_arguments_of_a_dag_reach_the_options() -> None:
 
     from airflow_rankzero import TorchDistributorOperator, torch_distributor
 
-    with DAG("defaults", default_args={"num_processes": 7, "stop_grace": 3.0, "owner": "team"}):
+    unset = {"deferrable": None, "retry_user_errors": None}
+    with DAG("defaults", default_args={"num_processes": 7, "stop_grace": 3.0, "owner": "team", **unset}):
         operator = TorchDistributorOperator(task_id="train", train=print, stop_grace=4.0)
         decorated = torch_distributor(print)().operator
     assert (operator.num_processes, operator.stop_grace, operator.owner) == (7, 4.0, "team")
     assert (decorated.num_processes, decorated.stop_grace) == (7, 3.0)
+    assert operator.deferrable is operator.retry_user_errors is False
     with pytest.raises(TypeError, match="num_proceses"):
         TorchDistributorOperator(task_id="wrong", train=print, num_proceses=2)
 
@@ -199,21 +201,3 @@ def test_a_parameter_named_like_a_context_variable_is_passed_or_refused(dag: Any
             make()
     torch_distributor(of_generic)(0.1)
     made(0.1, ds="{{ ds }}", run="{{ run_id }}")
-
-
-def test_a_context_variable_is_passed_by_a_call_and_in_pairs(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
-    from airflow_rankzero import torch_distributor
-
-    def train(lr: float, ds: str | None = None) -> list[Any]:
-        return [lr, ds]
-
-    made = torch_distributor(num_processes=1, conn_id="here", store=str(tmp_path))(train)
-    made.override(task_id="called")(0.1, ds="{{ params.lr }}")
-    # Airflow itself refuses such names in `partial` and `expand`.
-    with pytest.raises(ValueError, match="task context variable 'ds'"):
-        made.partial(ds="{{ params.lr }}")
-    made.override(task_id="pairs").expand_kwargs([{"lr": 0.1, "ds": "a"}, {"lr": 0.2}])
-    outcome = run_dag(dag)
-    assert outcome.xcom("called") == [0.1, "0.25"], outcome.errors
-    # The names of such pairs are known when the task runs.
-    assert "the parameter ds" in str(outcome.errors["pairs[1]"])

@@ -95,9 +95,9 @@ def test_a_cleared_task_keeps_its_training(watched: Watched, state: str | None) 
 
 
 def test_a_mark_ends_no_run_that_was_submitted_after_it(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    from airflow_rankzero import listeners
+    from airflow_rankzero import _compat
 
-    rows = listeners._rows
+    rows = _compat.rows
 
     def submit_again(columns: list[Any], *conditions: Any) -> Any:
         found = rows(columns, *conditions)
@@ -108,7 +108,7 @@ def test_a_mark_ends_no_run_that_was_submitted_after_it(watched: Watched, monkey
             watched.launcher.submit(wait_long)
         return found
 
-    monkeypatch.setattr(listeners, "_rows", submit_again)
+    monkeypatch.setattr(_compat, "rows", submit_again)
     watched.set_state("failed")
     watched.poll()
     after = watched.launcher.find()

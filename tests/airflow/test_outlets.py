@@ -60,7 +60,7 @@ def test_the_event_of_an_asset_has_the_facts_beside_what_the_user_wrote(
         import rankzero.train as rt
 
         for step in range(3):
-            rt.report({"step": step, "loss": 1.5 - step / 2})
+            rt.report({"step": step, "loss": 1.5 - step / 2, "bad\udcff": -1.7e308, "note": "\0\udce9"})
         return {"weights": torch.ones(2)}
 
     operator(train, outlets=[Asset("s3://bucket/model")], pre_execute=note)
@@ -68,34 +68,13 @@ def test_the_event_of_an_asset_has_the_facts_beside_what_the_user_wrote(
     (directory,) = tmp_path.iterdir()
     assert (extra["stage"], extra["format"], extra["uri"]) == ("test", "mine", ref.uri)
     assert (extra["run_directory"], extra["run_id"]) == (str(directory), directory.name)
-    assert (extra["sha256"], extra["metrics"]) == (ref.sha256, {"loss": 0.5, "step": 2})
+    assert (extra["sha256"], extra["metrics"]["loss"], extra["metrics"]["step"]) == (ref.sha256, 0.5, 2)
+    # Airflow's API server would refuse these, and with them the success of the task.
+    assert extra["metrics"]["bad\\udcff"] == "-1.7e+308"
     assert extra["steps_per_second"] > 0
     log = capfd.readouterr().out
     assert "::group::Result" in log
-    assert "metrics: {'step': 2, 'loss': 0.5}" in log
-
-
-def test_metrics_of_any_name_and_size_fail_no_task(
-    dag: Any, run_dag: RunDag, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    from airflow.sdk import Asset
-
-    from airflow_rankzero import torch_distributor
-
-    @torch_distributor(num_processes=1, store=str(tmp_path), conn_id="here", outlets=[Asset("s3://bucket/model")])
-    def train() -> int:
-        import rankzero.train as rt
-
-        for sign in (1, -1):
-            rt.report({"loss": sign * 1.7e308, "step": -sign * 2**1023, "loss\udcff": float(sign), "note": "\0\udce9"})
-        return 1
-
-    train()
-    outcome = run_dag(dag)
-    assert outcome.xcom("train") == 1, outcome.errors
-    extra = extra_of(dag.dag_id)
-    assert (extra["metrics"]["loss"], extra["metrics"]["loss\\udcff"]) == ("-1.7e+308", -1.0)
-    assert "::group::Result" in capfd.readouterr().out
+    assert "metrics: {'step': 2, 'loss': 0.5" in log
 
 
 @pytest.mark.parametrize("broken", ["describe", "fill_outlets", "offer"])

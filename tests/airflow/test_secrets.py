@@ -1,7 +1,9 @@
-"""Secrets of a task are shown neither in its rendered fields nor in its log, nor in that of its trigger."""
+"""Secrets of a task are shown neither in its rendered fields nor in its log nor its trigger's; ranks look none up."""
 
 import asyncio
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,6 @@ CONNECTION_KEY = "key-of-the-connection-9142"
 
 
 def show(texts: list[str]) -> None:
-    import os
-
     print("given", *texts, os.environ["HF_TOKEN"], flush=True)
 
 
@@ -41,11 +41,10 @@ def rendered_fields(dag_id: str) -> dict[str, Any]:
 def test_the_credentials_of_addresses_are_masked_as_they_are_rendered(
     dag: Any, monkeypatch: pytest.MonkeyPatch, field: str, template: Any
 ) -> None:
-    from airflow_rankzero import TorchDistributorOperator
-    from airflow_rankzero import hooks as target
+    from airflow_rankzero import TorchDistributorOperator, _compat
 
     masked: list[str] = []
-    monkeypatch.setattr(target, "mask_secret", masked.append)
+    monkeypatch.setattr(_compat, "mask_secret", masked.append)
     token = f"{TOKEN}-{field}"
     task = TorchDistributorOperator(task_id="train", train=show, **{field: template})
     task.render_template_fields({"dag": dag, "params": {"token": token}})
@@ -117,3 +116,52 @@ def test_the_trigger_masks_what_the_worker_masks(tmp_path: Path, monkeypatch: py
     assert line == f"given {CONNECTION_KEY} ***"
     assert versions.secrets_masker().redact(line) == "given *** ***"
     assert token not in json.dumps(trigger.serialize())
+
+
+# -- ranks look none up -------------------------------------------------------------------------
+
+
+def of_variable() -> Any:
+    from airflow.sdk import Variable
+
+    return Variable.get("x", default="d")
+
+
+def of_connection() -> Any:
+    from airflow.sdk import BaseHook
+
+    return BaseHook.get_connection("here").conn_type
+
+
+def of_old_names() -> Any:
+    from airflow.models import Variable
+
+    return Variable.get("x", default_var="d")
+
+
+@pytest.mark.parametrize(
+    ("look_up", "template"),
+    # An `ObjectStoragePath` with a connection asks for it like its hooks.
+    [(of_variable, "var.value.x"), (of_connection, "conn.here.password"), (of_old_names, "var.value.x")],
+)
+def test_a_look_up_in_a_rank_is_one_typed_error(
+    dag: Any, run_dag: RunDag, look_up: Callable[[], Any], template: str, operator: Any
+) -> None:
+    operator(look_up)
+    error = run_dag(dag).errors["train"]
+    assert error.exception_type == "airflow_rankzero.secrets.LookupInRankError"
+    assert "was looked up in a rank" in str(error)
+    assert f'"{{{{ {template} }}}}"' in str(error)
+
+
+def seen() -> list[Any]:
+    from airflow.sdk import ObjectStoragePath
+
+    values = [value for name, value in os.environ.items() if name.endswith("SQL_ALCHEMY_CONN")]
+    return [sorted(set(values)), ObjectStoragePath("file:///tmp").exists(), os.environ["OWN"]]
+
+
+def test_a_rank_has_no_database_of_airflow_and_what_needs_none_works(dag: Any, run_dag: RunDag, operator: Any) -> None:
+    operator(seen, env={"OWN": "1"})
+    outcome = run_dag(dag)
+    assert outcome.xcom("train") == [["ranks-have-no-database-of-airflow://"], True, "1"], outcome.errors

@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib
-import re
 import shutil
 import threading
 import time
@@ -108,7 +107,7 @@ def test_a_run_that_is_not_the_triggers_to_end_goes_on(
         return {"r": {"train": state}}
 
     monkeypatch.setattr(RuntimeTaskInstance, "get_task_states", staticmethod(get_task_states))
-    (run, *_) = make_runs(str(tmp_path), "running", count=1)
+    (run, *_) = make_runs(str(tmp_path), "running")
     handle = RunHandle[Any](run.run.directory)
     # What a task records when it defers.
     handle.offer({"task_instance": "i", "try": 1, "generation": "r#0"})
@@ -152,42 +151,10 @@ def test_a_run_that_cannot_be_found_is_an_event_for_the_task(tmp_path: Path) -> 
     assert "RunNotFoundError" in event["error"]
 
 
-STALLED = 12
-"""Trainings whose store does not respond: more than a store has threads."""
-
-
-class Stall:
-    """Lets requests for some places wait while it is on."""
-
-    def __init__(self, places: str) -> None:
-        self._places = re.compile(places)
-        self._through = files.filesystem_of
-        self._open = threading.Event()
-        self._open.set()
-        self.stalled = 0
-
-    def filesystem(self, location: str) -> tuple[Any, str]:
-        if self._places.search(location) and not self._open.is_set():
-            self.stalled += 1
-            self._open.wait()
-        return self._through(location)
-
-    def begin(self) -> None:
-        self._open.clear()
-
-    def end(self) -> None:
-        self._open.set()
-
-
-def make_runs(store: str, state: str, *, orphan_timeout: float | None = None, count: int = STALLED) -> list[Submission]:
+def make_runs(store: str, state: str, *, count: int = 1) -> list[Submission]:
     # No other heartbeat follows, and none is missed while a test lasts.
     status = RunStatus(state=state, heartbeat=time.time(), queue_time=120.0)
-    return [submitted(f"{store}/run-{number}", status, orphan_timeout=orphan_timeout) for number in range(count)]
-
-
-async def true(look: Callable[[], object]) -> None:
-    while not look():
-        await asyncio.sleep(0.02)
+    return [submitted(f"{store}/run-{number}", status) for number in range(count)]
 
 
 def test_a_store_that_does_not_answer_delays_no_training_of_another_store(
@@ -198,21 +165,28 @@ def test_a_store_that_does_not_answer_delays_no_training_of_another_store(
     triggers = [make_trigger(RunHandle[Any](run.run.directory)) for run in runs]
     (other, *_) = make_runs(f"memory://{tmp_path.name}/there", "succeeded")
     trigger = make_trigger(RunHandle[Any](other.run.directory))
-    stall = Stall("/away/")
-    monkeypatch.setattr(files, "filesystem_of", stall.filesystem)
+    stalled, answers, filesystem_of = threading.Event(), threading.Event(), files.filesystem_of
+
+    def filesystem(location: str) -> tuple[Any, str]:
+        if "/away/" in location:
+            stalled.set()
+            answers.wait()
+        return filesystem_of(location)
+
+    monkeypatch.setattr(files, "filesystem_of", filesystem)
 
     async def follow() -> None:
-        stall.begin()
         following = [asyncio.create_task(first(each)) for each in triggers]
-        await true(lambda: stall.stalled)
+        while not stalled.is_set():
+            await asyncio.sleep(0.02)
         assert (await first(trigger))["directory"] == other.run.directory
         # What any other trigger does.
         assert await asyncio.to_thread(lambda: "done") == "done"
         assert not any(task.done() for task in following)
-        stall.end()
+        answers.set()
         await asyncio.gather(*following)
 
     try:
         asyncio.run(asyncio.wait_for(follow(), 120))
     finally:
-        stall.end()
+        answers.set()

@@ -5,7 +5,6 @@ python -m tests.airflow.tries_dag DAG_ID FOLDER MARK OPERATOR [worker], where OP
 
 import gc
 import json
-import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +16,7 @@ from tests.tries_table import Place, data_in
 
 
 def make(dag_id: str, place: Place, *, train: str = "train", lr: float = 0.1, data: str = "here", **more: Any) -> Any:
-    """One task that trains, on the connection of ``TEST_CONN_ID``.
+    """One task that trains.
 
     Args:
         dag_id: Of the DAG.
@@ -43,7 +42,7 @@ def make(dag_id: str, place: Place, *, train: str = "train", lr: float = 0.1, da
             retry_delay=timedelta(0),
             # Time for the write of what was reported right before a failure.
             stop_grace=60,
-            **{"num_processes": 1, "conn_id": os.environ.get("TEST_CONN_ID", "here"), **more},
+            **{"num_processes": 1, "conn_id": "here", **more},
         )
     return dag
 

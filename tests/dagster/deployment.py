@@ -37,10 +37,6 @@ mutation($id: String!) {
     __typename ... on TerminateRunFailure { message } ... on PythonError { message stack }
   }
 }"""
-_STATUS = """
-query($id: String!) {
-  partitionBackfillOrError(backfillId: $id) { __typename ... on PartitionBackfill { status } }
-}"""
 _STATUS = "query($id: ID!) { runOrError(runId: $id) { ... on Run { status } } }"
 _RUNS = """
 query($filter: RunsFilter) { runsOrError(filter: $filter) { ... on Runs { results { runId status } } } }"""

@@ -2,16 +2,18 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from tests.dagster.dagster_events import metadata_of, value_of
 from tests.runs import job_file
 
 import rankzero.train as rt
-from dagster_rankzero import TorchDistributorResource, torch_asset
+from dagster_rankzero import RankZeroIOManager, TorchDistributorResource, torch_asset
 
 if TYPE_CHECKING:
     from collections import OrderedDict
@@ -188,21 +190,33 @@ def test_functions_that_cannot_run_on_ranks_are_refused_when_defined(train: obje
         torch_asset()(train)
 
 
-def test_checks_are_what_rank_zero_reported(resources: dict[str, object]) -> None:
-    @torch_asset(
-        check_specs=[dg.AssetCheckSpec(name, asset="model") for name in ("finite", "better", "forgotten")],
-        num_processes=2,
-    )
-    def model() -> int:
-        # Rank 0's word counts.
-        rt.report({"check/finite": rt.get_context().rank == 0, "check/better": False})
-        return 1
+def test_an_input_without_a_parameter_is_refused_when_defined() -> None:
+    with pytest.raises(dg.DagsterInvalidDefinitionError, match="ins has 'data', but model has no such parameter"):
 
-    result = dg.materialize([model], resources=resources)
-    evaluations = {evaluation.check_name: evaluation for evaluation in result.get_asset_check_evaluations()}
-    assert {name: evaluation.passed for name, evaluation in evaluations.items()} == {
-        "finite": True,
-        "better": False,
-        "forgotten": False,
-    }
-    assert "check/forgotten" in evaluations["forgotten"].description
+        @torch_asset(ins={"data": dg.AssetIn(), "order": dg.AssetIn(dagster_type=dg.Nothing)})
+        def model(features: object) -> None: ...
+
+
+def test_a_frame_that_is_an_input_is_a_dataset(
+    torch_distributor: TorchDistributorResource, tmp_path: Path, session: Any
+) -> None:
+    pq.write_table(pa.table({"id": range(10)}), tmp_path / "t.parquet")
+
+    @dg.asset
+    def scans() -> Any:
+        return session.range(7)
+
+    @dg.asset
+    def factor() -> int:
+        return 3
+
+    @torch_asset(options={"dataset": str(tmp_path / "t.parquet")})
+    def model(scans: Any, factor: int) -> list[int]:
+        return [rt.get_dataset_shard(scans).num_rows * factor, rt.get_dataset_shard("train").num_rows]
+
+    resources = {"torch_distributor": torch_distributor, "io_manager": dg.mem_io_manager}
+    result = dg.materialize([scans, factor, model], resources=resources)
+    assert result.output_for_node("model") == [21, 10]
+    resources["io_manager"] = RankZeroIOManager(base_path=str(tmp_path / "assets"))
+    with pytest.raises(dg.Failure, match="stores no DataFrame of Spark: return the path of a table"):
+        dg.materialize([scans], resources=resources)

@@ -7,16 +7,10 @@ import dagster as dg
 import pytest
 from tests.dagster.dagster_events import failure_of, retries_of
 
+import rankzero.train as rt
 from dagster_rankzero import TorchDistributorResource, torch_asset
 from dagster_rankzero.step import as_failure
-from rankzero import (
-    EngineError,
-    HangError,
-    InsufficientSlotsError,
-    RankZeroError,
-    RunCancelledError,
-    StartTimeoutError,
-)
+from rankzero import EngineError, HangError, RankZeroError, RunCancelledError, RunHandle
 
 
 @pytest.mark.parametrize("error", [RunCancelledError("by a user", requested=True), EngineError("the driver died")])
@@ -27,8 +21,6 @@ def test_dagster_retries_what_the_rule_of_core_allows(error: RankZeroError) -> N
 @pytest.mark.parametrize(
     ("error", "shown"),
     [
-        (InsufficientSlotsError("too few", needed=4, available=2), {"slots_needed": 4, "slots_available": 2}),
-        (StartTimeoutError("late", missing=["rank 1", "rank 3"]), {"missing": "rank 1, rank 3"}),
         (HangError("hung", missing=[1]), {"missing_ranks": "1"}),
         (EngineError("gone"), {}),
     ],
@@ -58,17 +50,28 @@ def test_a_hang_shows_where_every_rank_stood(torch_distributor: TorchDistributor
     assert Path(str(facts["run_directory"])).is_dir()
 
 
-def test_the_last_try_shows_the_error_of_the_training(torch_distributor: TorchDistributorResource) -> None:
-    @torch_asset(retry_policy=dg.RetryPolicy(max_retries=1))
-    def broken() -> int:
-        raise ValueError("a wrong label")
+@pytest.mark.parametrize("retries", [1, 0])
+def test_a_failing_rank_shows_its_cause_and_is_retried_if_user_errors_are(
+    torch_distributor: TorchDistributorResource, retries: int
+) -> None:
+    @torch_asset(retry_policy=dg.RetryPolicy(max_retries=1), options={"retry_user_errors": bool(retries)})
+    def broken() -> None:
+        if rt.get_context().rank == 1:
+            print("about to divide")
+            _ = 1 / 0
 
-    resources = {"torch_distributor": torch_distributor.options(num_processes=1)}
+    resources = {"torch_distributor": torch_distributor}
     result = dg.materialize([broken], resources=resources, raise_on_error=False)
-    assert retries_of(result, "broken") == 1
+    assert retries_of(result, "broken") == retries
     (event,) = result.get_step_failure_events()
     error = event.step_failure_data.error
     assert error is not None
-    assert "a wrong label" in error.message
+    assert "division by zero" in error.message
+    # The last try shows the error of the training.
     assert "max_retries" not in error.to_string()
-    assert failure_of(result, "broken")[1]["exception_type"] == "ValueError"
+    _, facts = failure_of(result, "broken")
+    assert (facts["rank"], facts["exception_type"], bool(facts["host"])) == (1, "ZeroDivisionError", True)
+    assert "_ = 1 / 0" in facts["traceback"]
+    assert "about to divide" in facts["log_tail"]
+    assert RunHandle.attach(facts["run_directory"]).status().state == "failed"
+    assert not result.get_asset_materialization_events()

@@ -63,14 +63,9 @@ def test_a_wrong_value_is_refused_when_definitions_load(options: dict[str, objec
         TorchDistributorResource(**options)
 
 
-@pytest.mark.parametrize(
-    ("master", "words"),
-    [
-        ("sc//head:15002/;token=geheim1234", "master is 'sc//head:15002/;...'; use local"),
-    ],
-)
-def test_a_token_within_a_wrong_master_is_not_shown(monkeypatch: pytest.MonkeyPatch, master: str, words: str) -> None:
-    monkeypatch.setenv("SPARK_MASTER", master)
+def test_a_token_within_a_wrong_master_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "master is 'sc//head:15002/;...'; use local"
+    monkeypatch.setenv("SPARK_MASTER", "sc//head:15002/;token=geheim1234")
 
     @dg.asset
     def model(torch_distributor: TorchDistributorResource) -> None: ...
@@ -85,9 +80,12 @@ def test_a_token_within_a_wrong_master_is_not_shown(monkeypatch: pytest.MonkeyPa
     assert "geheim" not in f"{raised.value}{raised.value.__cause__}"
 
 
-def test_without_pyspark_the_embedded_engine_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rankzero import LocalEngine, SparkEngine
+def test_the_master_decides_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rankzero import LocalEngine, SparkConnectEngine, SparkEngine
 
+    assert TorchDistributorResource(master="sc://head:15002")._engine() == SparkConnectEngine("sc://head:15002")
+    assert TorchDistributorResource(master="yarn")._engine() == SparkEngine(master="yarn")
+    # Without pyspark the embedded engine is this machine.
     assert TorchDistributorResource()._engine() == SparkEngine()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert TorchDistributorResource()._engine() == LocalEngine()

@@ -29,7 +29,6 @@ OF_DAGSTER_ALONE = {
 OTHER_THAN_THE_LAUNCHER = {
     "restart_on": "a list, as YAML has it",
     "py_files": "a list, as YAML has it",
-    "excludes": "a list, as YAML has it",
     "trackers": "a list, as those are",
     "engine": "a name, for YAML and the launchpad; a pipeline's trainings run on Spark",
     "env": "Dagster has no empty value for a mapping but an empty one",

@@ -41,21 +41,6 @@ def test_a_backfill_in_a_single_run_trains_once_and_stores_every_partition_apart
     assert stored == ["model of a, trained with 2", "model of b, trained with 2", "model of c, trained with 1"]
 
 
-def test_the_events_of_a_wide_range_do_not_grow_with_its_square(
-    resources: dict[str, object], instance: dg.DagsterInstance
-) -> None:
-    keys = [f"p{number:03}" for number in range(100)]
-
-    @dg.asset(partitions_def=dg.StaticPartitionsDefinition(keys), backfill_policy=dg.BackfillPolicy.single_run())
-    def model(context: dg.AssetExecutionContext) -> dict[str, int]:
-        return dict.fromkeys(context.partition_keys, 1)
-
-    result = dg.materialize([model], resources=resources, instance=instance, tags=tags(keys[0], keys[-1]))
-    for event in result.get_asset_materialization_events():
-        assert len(event.materialization.metadata["partitions"].value.records) == 50
-        assert event.materialization.metadata["partition_count"].value == len(keys)
-
-
 def test_a_value_that_is_not_one_for_each_partition_is_refused(
     resources: dict[str, object], instance: dg.DagsterInstance
 ) -> None:

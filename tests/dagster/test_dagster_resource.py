@@ -1,15 +1,15 @@
 """`TorchDistributorResource.run`: what comes back, whatever the context and the IO manager."""
 
-import json
 import signal
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import pytest
 import torch
-from tests.dagster.dagster_events import failure_of, metadata_of, retries_of
+from tests.dagster.dagster_events import failure_of, metadata_of
 from tests.runs import folder_of
 
 import rankzero.train as rt
@@ -83,30 +83,6 @@ def test_configuration_reaches_the_ranks_without_dagster(
     assert returned.value == [0.5, [1, 2], {"a": "b"}, [], []]
 
 
-def test_a_failing_rank_shows_its_cause_and_is_not_retried(torch_distributor: TorchDistributorResource) -> None:
-    def fail() -> None:
-        if rt.get_context().rank == 1:
-            print("about to divide")
-            _ = 1 / 0
-
-    @dg.asset(retry_policy=dg.RetryPolicy(max_retries=2))
-    def broken(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
-        return torch_distributor.options(retry_user_errors=False).run(context, fail)
-
-    result = dg.materialize([broken], resources={"torch_distributor": torch_distributor}, raise_on_error=False)
-    description, facts = failure_of(result, "broken")
-    assert not result.success
-    assert facts["rank"] == 1
-    assert facts["exception_type"] == "ZeroDivisionError"
-    assert "_ = 1 / 0" in facts["traceback"]
-    assert "about to divide" in facts["log_tail"]
-    assert facts["host"]
-    assert json.loads((folder_of(facts["run_directory"]) / "status.json").read_text())["state"] == "failed"
-    assert "division by zero" in description
-    assert retries_of(result, "broken") == 0
-    assert not result.get_asset_materialization_events()
-
-
 @pytest.mark.parametrize(
     ("options", "arguments", "named"),
     [
@@ -145,3 +121,27 @@ def test_sparks_handler_of_signals_does_not_stay(
     assert on_spark.run(asset_context, lambda: 1).value == 1
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     assert SparkContext._active_spark_context is None
+
+
+def test_trackers_of_a_resource_and_of_one_step(tmp_path: Path) -> None:
+    from rankzero.tracking import Tracker
+
+    class Ends(Tracker):
+        def __init__(self, path: Path) -> None:
+            self.path = path
+
+        def end(self, run: Any, status: Any) -> None:
+            self.path.write_text(f"{run.labels['step']} {status.state}")
+
+    @dg.asset
+    def first(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource) -> Any:
+        return torch_distributor.run(context, float, 0.5)
+
+    @dg.asset
+    def second(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource) -> Any:
+        return torch_distributor.options(trackers=[Ends(tmp_path / "second")]).run(context, float, 0.5)
+
+    trackers = [Ends(tmp_path / "first")]
+    resource = TorchDistributorResource(engine="local", store=str(tmp_path / "runs"), trackers=trackers)
+    assert dg.materialize([first, second], resources={"torch_distributor": resource}).success
+    assert [(tmp_path / name).read_text() for name in ("first", "second")] == ["first succeeded", "second succeeded"]

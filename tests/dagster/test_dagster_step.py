@@ -64,6 +64,8 @@ def test_whether_another_try_comes_after_a_death(facts: dict[str, Any], comes: b
     step = replace(STEP, **facts)
     assert step.is_followed_by_another is comes
     assert (step.lease_when_attached is None) is comes
+    # A step that cannot read its store.
+    assert step.detaches(OSError()) is comes
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import until
 
 from dagster_rankzero import step as steps
-from dagster_rankzero._compat import DELEGATED, MULTIPROCESS
+from dagster_rankzero._compat import MULTIPROCESS
 from dagster_rankzero.step import Step, follow, open_run
 from rankzero import InvalidJobError, Launcher, RankZeroError, RunHandle
 from rankzero.pipeline import EngineOpened, LineWritten, Opened
@@ -157,33 +157,6 @@ def test_a_second_training_of_a_name_is_refused(step: Step, open_step: Open, nam
                 pass
         assert not first.handle.status().final
         assert first.handle.submission == 0
-
-
-@pytest.mark.parametrize(
-    ("facts", "error", "lives"),
-    [
-        # The pod of a step is evicted, its run goes on.
-        ({"executor": DELEGATED}, dg.DagsterExecutionInterruptedError, True),
-        # A user has terminated the run.
-        ({"dagster_run": "terminated"}, dg.DagsterExecutionInterruptedError, False),
-        # The step cannot read its store.
-        ({}, OSError, True),
-    ],
-)
-def test_who_interrupts_decides_whether_the_training_goes_on(
-    step: Step,
-    open_step: Open,
-    unfinished: set[str],
-    facts: dict[str, Any],
-    error: type[BaseException],
-    lives: bool,
-) -> None:
-    unfinished.add("one")
-    raised = error()
-    with pytest.raises(error) as caught, open_step(replace(step, **facts)) as handle:
-        raise raised
-    assert caught.value is raised
-    assert handle.handle.status().final is not lives
 
 
 def test_the_step_s_log_has_the_address_of_the_spark_ui_while_ranks_train(

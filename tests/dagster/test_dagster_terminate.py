@@ -22,7 +22,6 @@ from tests.dagster.terminal import CTRL_C, Terminal
 from rankzero import RunHandle
 
 DEFINITIONS = Path(__file__).parent / "durable_training.py"
-MAX_RUNTIME_TAG = "dagster/max_runtime"
 
 
 def mark_of(root: Path) -> str:

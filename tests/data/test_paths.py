@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -499,18 +498,6 @@ def test_a_time_that_has_no_place_in_microseconds_is_an_error_with_its_column(ki
     shard = shard_of(manifest_of_path(str(tmp_path / "t.parquet"), "train"))
     with pytest.raises((InvalidJobError, ResultError), match="column 't'"):
         list(shard.iter_batches(2))
-
-
-@pytest.mark.parametrize(
-    ("column", "path"),
-    [([1, None], "x"), ([{"y": 1}, {"y": None}], "x.y"), ([True, None], "x")],
-)
-def test_nulls_without_a_place_are_refused_before_a_start(tmp_path: Path, column: list[Any], path: str) -> None:
-    table = pa.table({"x": column, "text": ["a", None], "y": [0.5, None]})
-    place = str(tmp_path / "t.parquet")
-    pq.write_table(table, place)
-    with pytest.raises(InvalidJobError, match=re.escape(f"column {path!r} of the dataset 'train'") + ".* has 1 nulls"):
-        manifest_of_path(place, "train")
 
 
 def test_names_of_directories_above_a_table_are_no_columns(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Whose run directories are used: what lies in them is executed."""
 
 import os
-import secrets
 import stat
 from pathlib import Path
 
@@ -61,12 +60,6 @@ def test_a_directory_with_files_of_others_becomes_no_run_directory(
     path.write_text("mine")
     shown = "/".join(name.split("/")[: 2 if name.startswith("submissions/") else 1])
     refuses_a_directory(tmp_path / "mnist", launcher, rf"mnist holds files of others \({shown}\)")
-
-
-def test_a_token_of_another_program_makes_no_run_directory(launcher: Launcher, tmp_path: Path) -> None:
-    (tmp_path / "service").mkdir()
-    (tmp_path / "service" / "token").write_text(secrets.token_hex(16))
-    refuses_a_directory(tmp_path / "service", launcher, r"service holds files of others \(token\)")
 
 
 def write_everything() -> object:

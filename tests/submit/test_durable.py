@@ -257,23 +257,3 @@ def test_the_identity_is_that_of_the_code_that_is_sent(
     assert handle.job.identity == sent.digest
     monkeypatch.undo()
     assert identity_by(launcher, script, (str(go),), {}) != sent
-
-
-def test_environment_variables_that_differ_are_named_and_count_for_nothing(
-    launcher: Launcher, caplog: pytest.LogCaptureFixture
-) -> None:
-    launcher = launcher.options(num_processes=1, run_id="one")
-
-    def with_variables(**variables: str) -> RunHandle[int]:
-        caplog.clear()
-        return launcher.options(env={**(launcher.env or {}), **variables}).submit(max, 1, 2)
-
-    first = with_variables(LR="0.1", API_TOKEN="one")
-    assert first.result(60) == 2
-    assert with_variables(LR="0.1", API_TOKEN="two").submission == first.submission
-    assert "changed since" not in caplog.text
-    again = with_variables(LR="0.5", API_TOKEN="two")
-    assert again.submission == first.submission
-    assert "delivered: the run in" in caplog.text
-    assert "changed since: env LR" in caplog.text
-    assert "0.5" not in caplog.text

@@ -33,7 +33,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def files_of(built: pack.Payload) -> set[str]:
-    return set(zipfile.ZipFile(io.BytesIO(built.modules)).namelist()) if built.modules else set()
+    return set(zipfile.ZipFile(io.BytesIO(built.modules.zipped)).namelist()) if built.modules.zipped else set()
 
 
 def write(path: Path, text: str = "") -> Path:

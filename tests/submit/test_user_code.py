@@ -1,4 +1,4 @@
-"""What travels because the user says so: a working directory, Python files, and not what they exclude."""
+"""What travels because the user says so: a working directory, Python files, and not what is ignored there."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from tests.loading import load_module
 
 from rankzero import InvalidJobError, Launcher
 from rankzero.submit import code_files
-from rankzero.submit.pack_archive import UserCode
+from rankzero.submit.code_files import UserCode
 from rankzero.values import formats
 from rankzero.values.formats import unpack
 
@@ -52,8 +52,9 @@ def look() -> dict[str, Any]:
 
 
 def test_ranks_start_in_a_copy_of_the_working_directory(launcher: Launcher, project: Path) -> None:
-    found = launcher.options(working_dir=project, excludes=["*.csv"]).run(look)
-    assert [name for name in found["here"] if "__pycache__" not in name] == ["models.py", "run.sh", "settings.yaml"]
+    found = launcher.options(working_dir=project).run(look)
+    there = ["data/small.csv", "models.py", "run.sh", "settings.yaml"]
+    assert [name for name in found["here"] if "__pycache__" not in name] == there
     assert found["first on the path"]
     assert found["may run"]
     assert found["models"] == "of the directory"
@@ -67,19 +68,12 @@ def test_links_to_directories_stay_and_are_named(
     (project / "elsewhere").symlink_to(tmp_path)
     (project / "ignored").symlink_to(tmp_path)
     (project / "linked.yaml").symlink_to(project / "settings.yaml")
-    found = launcher.options(working_dir=project, excludes=["ignored", "*.csv"]).run(look)
-    assert [name for name in found["here"] if "__pycache__" not in name] == [
-        "linked.yaml",
-        "models.py",
-        "run.sh",
-        "settings.yaml",
-    ]
+    with open(project / ".rankzeroignore", "a") as file:
+        file.write("ignored\n*.csv\n")
+    found = launcher.options(working_dir=project).run(look)
+    there = ["linked.yaml", "models.py", "run.sh", "settings.yaml"]
+    assert [name for name in found["here"] if "__pycache__" not in name] == there
     assert "working_dir/elsewhere, working_dir/id_rsa do not travel" in caplog.text
-
-
-def test_a_command_starts_there_too(launcher: Launcher, project: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    launcher.options(working_dir=project).run(["sh", "-c", "cat settings.yaml; ./run.sh"])
-    assert "lr: 0.1" in capfd.readouterr().out
 
 
 def use_files() -> list[str]:
@@ -102,7 +96,6 @@ def test_the_contents_are_a_part_of_the_identity(project: Path) -> None:
     os.utime(project / "models.py", (1, 1))
     (project / "outputs" / "log.txt").write_text("ignored, and so no part of it")
     assert identity_by(launcher, look, (), {}) == before
-    assert identity_by(launcher.options(excludes=["*.yaml"]), look, (), {}) != before
     (project / "settings.yaml").write_text("lr: 0.2")
     assert identity_by(launcher, look, (), {}) != before
     named = launcher.options(code_version="1")
@@ -112,9 +105,8 @@ def test_the_contents_are_a_part_of_the_identity(project: Path) -> None:
 def test_what_is_too_large_is_refused_by_name(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_files, "LIMIT", 1 << 20)
     (project / "weights.pt").write_bytes(bytes(2 << 20))
-    with pytest.raises(InvalidJobError, match=r"2 MiB, over the limit of 1 MiB.*weights.pt \(2 MiB\).*excludes="):
+    with pytest.raises(InvalidJobError, match=r"2 MiB, over the limit of 1 MiB.*weights.pt \(2 MiB\).*rankzeroignore"):
         Launcher(working_dir=project).run(print)
-    assert UserCode(project, excludes=["*.pt"]).archive
 
 
 @pytest.mark.parametrize("name", ["common.py", "common"])
@@ -136,9 +128,7 @@ def test_two_of_one_name_are_refused(launcher: Launcher, tmp_path: Path, name: s
         ({"working_dir": "/no/such/place"}, "working_dir='/no/such/place' is no directory"),
         ({"py_files": ["/no/such.py"]}, "py_files has '/no/such.py'"),
         ({"py_files": "one.py"}, "py_files is 'one.py'; give a list"),
-        ({"excludes": "*.pt"}, "excludes is"),
-        ({"excludes": [3]}, "excludes has 3"),
-        ({"working_dir": 3}, "working_dir has 3"),
+        ({"working_dir": 3}, "working_dir is 3; give a path"),
     ],
 )
 def test_refusals(options: dict[str, Any], words: str) -> None:
@@ -151,16 +141,19 @@ def test_refusals(options: dict[str, Any], words: str) -> None:
     [
         *("profiles.yml", "kubeconfig.yaml", "kube_config", "terraform.tfstate.backup", "prod.TFSTATE"),
         *("airflow.cfg", "Airflow.CFG", "airflow.db", "simple_auth_manager_passwords.json.generated"),
-        *("dagster.yaml", "dagster_cloud.yaml"),
+        *("dagster.yaml", "dagster_cloud.yaml", "settings.env", "server.pem", "SERVER.KEY", "id_ed25519", "id_rsa.pub"),
+        *("credentials.json", "google_credentials.json", "service-account-prod.json", "secrets.toml"),
     ],
 )
-def test_files_of_other_tools_with_passwords_stay(project: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    before = UserCode(project).files
+def test_files_that_may_hold_secrets_stay(project: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    before = UserCode(project).sent
     (project / "data" / name).write_text("password")
-    code = UserCode(project)
-    assert code.files == before
-    assert code.archive
+    assert UserCode(project).sent == before
     assert f"working_dir/data/{name}" in caplog.text
+    for harmless in ("credentials.py", "keyboard.json", "environment.yaml", "monkey.txt"):
+        (project / "data" / harmless).touch()
+        assert UserCode(project).sent != before
+        (project / "data" / harmless).unlink()
 
 
 def test_archives_are_unpacked_by_a_python_without_filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tarfile
 import zipfile
 from typing import Any
 
@@ -20,7 +19,7 @@ from rankzero.data import manifest
 from rankzero.errors import EngineError
 from rankzero.values.digest import digest_of_file
 
-PAYLOAD, MODULES, CODE = "payload.pkl", "modules.zip", "code.tar.gz"
+PAYLOAD, MODULES, CODE = "payload.pkl", "modules.zip", "code.zip"
 
 
 class Inputs:
@@ -93,8 +92,8 @@ class Inputs:
                 )
         facts: dict[str, Any] = {
             "payload": self._here[PAYLOAD],
-            "modules": self._unpack_modules() if MODULES in self._here else None,
-            "code": self._unpack_code() if CODE in self._here else None,
+            "modules": self._unpack(MODULES),
+            "code": self._unpack(CODE),
             "refs": {
                 file["uri"]: [name, self._here.get(name)] for name, file in assigned.files.items() if "uri" in file
             },
@@ -106,24 +105,21 @@ class Inputs:
         }
         return Start(**vars(assigned), **facts)
 
-    def _unpack_modules(self) -> str:
-        directory = os.path.join(self._scratch, "modules")
-        with zipfile.ZipFile(self._here[MODULES]) as archive:
+    def _unpack(self, name: str) -> str | None:
+        """Unpacks an archive of the user's code for this task's ranks, which may write into it; None without one."""
+        if name not in self._here:
+            return None
+        directory = os.path.join(self._scratch, name.removesuffix(".zip"))
+        with zipfile.ZipFile(self._here[name]) as archive:
             # Not by `extractall`, which takes twice as long: the names are rankzero's own, and the digest was checked.
-            for folder in {os.path.dirname(name) for name in archive.namelist()}:
+            for folder in {os.path.dirname(file) for file in archive.namelist()}:
                 os.makedirs(os.path.join(directory, folder), exist_ok=True)
-            for name in archive.namelist():
-                with open(os.path.join(directory, name), "wb") as file:
-                    file.write(archive.read(name))
-        return directory
-
-    def _unpack_code(self) -> str:
-        """Returns a copy of the user's code for this task's ranks, which may write into it."""
-        from rankzero.values.formats import unpack
-
-        directory = os.path.join(self._scratch, "code")
-        with tarfile.open(self._here[CODE]) as archive:
-            unpack(archive, directory)
+            for file in archive.infolist():
+                path = os.path.join(directory, file.filename)
+                with open(path, "wb") as copy:
+                    copy.write(archive.read(file))
+                if (mode := file.external_attr >> 16) & 0o100:
+                    os.chmod(path, mode & 0o777 | 0o200)
         return directory
 
     def context(self, local_rank: int, local_world_size: int, use_gpu: bool) -> dict[str, Any]:

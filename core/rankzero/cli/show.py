@@ -22,6 +22,7 @@ from rankzero.report.card import duration
 from rankzero.report.summary import usage
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
+from rankzero.run.identity import describe
 from rankzero.run.listing import UNKNOWN, Listed, find_run, list_runs
 from rankzero.run.names import LINES
 from rankzero.run.output import Line, parsed
@@ -311,6 +312,5 @@ def _changes(before: Job | None, job: Job) -> Iterator[str]:
     yield f"options: {', '.join(f'{name}={value!r}' for name, value in {'engine': master, **given}.items())}"
     if before and (other := [name for name in ("engine", *names) if getattr(before, name) != getattr(job, name)]):
         yield f"options that differ from the submission before: {', '.join(other)}"
-    parts = [name for name in job.identity_parts if name not in TABLE]
-    if parts:
-        yield f"another training if one of these changes: {', '.join(parts)}"
+    if parts := tuple(name for name in job.identity_parts if name not in TABLE):
+        yield f"another training if one of these changes: {describe(parts)}"

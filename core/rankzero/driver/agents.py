@@ -30,7 +30,7 @@ from rankzero.run.directory import Submission
 if TYPE_CHECKING:
     import ssl
 
-EXECUTED = ("payload.pkl", "modules.zip", "code.tar.gz")
+EXECUTED = ("payload.pkl", "modules.zip", "code.zip")
 """Names of the files that ranks execute."""
 
 

@@ -54,18 +54,14 @@ STAGE_END_TIMEOUT = bounds.scaled(5.0)  # For a stage to end after its driver; t
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"  # Format of the lines in a driver's own log
 
 
-def when_gone(process: dict[str, Any] | None, then: Callable[[], None], *pipes: int) -> None:
-    """Calls a function, in a thread, once a process has exited, which `this_process` describes.
-
-    Input or the end of file of one of the pipes counts, too. Of a pipe alone, a child that the process has forked may
-    keep the other end open for longer.
-    """
-    watched = None if process is None else pidfd_of(process)
-    sources, interval = ([*pipes], bounds.POLL_INTERVAL_LONGEST) if watched is None else ([*pipes, watched], None)
+def when_gone(process: dict[str, Any], then: Callable[[], None]) -> None:
+    """Calls a function, in a thread, once a process, as `this_process` describes it, has exited."""
+    watched = pidfd_of(process)
+    sources, interval = ([], bounds.POLL_INTERVAL_LONGEST) if watched is None else ([watched], None)
 
     def watch() -> None:
         try:
-            while not (process and is_gone(process)) and not readable(sources, interval):
+            while not is_gone(process) and not readable(sources, interval):
                 pass
         finally:
             # Also if the process cannot be watched any more: a run without its owner must not train on.
@@ -87,18 +83,18 @@ def _arguments(what: str | None, *options: tuple[str, dict[str, Any]]) -> argpar
 
 def main() -> None:
     """Entry point of the detached driver."""
-    owner = {"type": int, "help": "file descriptor of a pipe; input or end of file there cancels the run"}
-    arguments = _arguments(__doc__, ("--owner", owner))
+    arguments = _arguments(__doc__)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-    drive(RunDirectory(arguments.run_directory), arguments.submission, json.load(sys.stdin), arguments.owner)
+    drive(RunDirectory(arguments.run_directory), arguments.submission, json.load(sys.stdin), is_here=True)
 
 
 def drive(
     run: RunDirectory,
     submission: int,
     private: Mapping[str, Any],
-    owner: int | None = None,
     engine: Engine | None = None,
+    *,
+    is_here: bool = False,
 ) -> NoReturn:
     """Claims a submission, drives it, and exits this process. It may delegate the submission to a driver in its stage.
 
@@ -106,8 +102,8 @@ def drive(
         run: The run.
         submission: Number of the submission.
         private: The result of `Request.private`, with the nonce of the submission.
-        owner: File descriptor of the owner's pipe; None for a run with a lease.
         engine: The engine of a driver in its stage; None takes the engine of the job.
+        is_here: True on the submitter's machine, where the owner of the run can be watched; else it renews a lease.
     """
     # A store that fails for a moment must not end the run.
     job = store.patiently(lambda: run.job_of(submission), STORE_OUTAGE(), STORE_RETRY_INTERVAL(), store.is_missing)
@@ -125,6 +121,7 @@ def drive(
     trackers = private.get("trackers")
     # The modules of the trackers' classes are found there.
     sys.path += [entry for entry in (trackers or {}).get("path", ()) if entry not in sys.path]
+    owner = job.owner if is_here else None
     driver = Driver(own, engine, private["env"], leased=owner is None, trackers=trackers)
 
     def on_signal(number: int, _: object) -> None:
@@ -135,7 +132,7 @@ def drive(
     signal.signal(CANCEL, lambda *_: driver.watch.cancel())
     if owner is not None:
         exited = "the process that called run() has exited"
-        when_gone(job.owner, functools.partial(driver.watch.interrupt, exited), owner)
+        when_gone(owner, functools.partial(driver.watch.interrupt, exited))
     elif private.get("retrier"):
         when_gone(private["retrier"], driver.watch.retrier_gone.set)
     code = 1
@@ -295,8 +292,13 @@ def main_in_stage() -> None:
     processes.signal_on_parent_death(signal.SIGKILL)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     stage = json.loads(sys.stdin.buffer.readline())
-    # The next submission of the run continues it.
-    when_gone(None, lambda: os._exit(1), sys.stdin.fileno())
+
+    def end_with_task() -> None:
+        # The next submission of the run continues it.
+        readable([sys.stdin.fileno()], None)
+        os._exit(1)
+
+    threading.Thread(target=end_with_task, name="rankzero-task", daemon=True).start()
     run = RunDirectory(stage["directory"])
     engine = StageEngine(
         stage["folder"], stage["num_tasks"], stage["host"], stage["secret"], stage["place"], stage["encrypts"]

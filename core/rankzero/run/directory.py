@@ -22,7 +22,6 @@ from rankzero import bounds, store
 from rankzero.errors import RunNotFoundError
 from rankzero.host.processes import this_process
 from rankzero.job import Job
-from rankzero.run.identity import Asked, Comparison, Identity, compare
 from rankzero.run.names import DATASETS, OF_SUBMISSION, REPORT_FILE, SUBMISSIONS
 from rankzero.run.status import RunStatus
 from rankzero.values.pickled import Part
@@ -308,9 +307,3 @@ def bound_of(lease: bytes) -> float | None:
     """Returns the seconds of a lease; None for the run's ``orphan_timeout``."""
     _, _, bound = lease.partition(b" ")
     return float(bound) if bound else None
-
-
-def compare_job(job: Job, asked: Asked) -> Comparison:
-    """Compares the training of a submission with a requested training."""
-    before = Identity.of(job.identity_parts)
-    return compare(before, asked.identity, automatic=asked.repeats(job.generation))

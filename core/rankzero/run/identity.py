@@ -17,7 +17,7 @@ RESISTS = "?"  # Beginning of the checksum of an argument that cannot be compare
 _MOST_NAMED = 5  # Most names of differing parts that a message lists
 
 TRAIN, NUM_PROCESSES, CODE_VERSION, SENT_CODE = "train", "num_processes", "code_version", "working_dir and py_files"
-ARGUMENT, MODULE, DATASET, VARIABLE = "argument ", "module ", "dataset ", "env "
+ARGUMENT, MODULE, DATASET = "argument ", "module ", "dataset "
 """Prefixes of the names of parts."""
 
 
@@ -25,8 +25,8 @@ ARGUMENT, MODULE, DATASET, VARIABLE = "argument ", "module ", "dataset ", "env "
 class Identity:
     """Identifies a training by the checksums of its parts, equal in every process."""
 
-    # Name and checksum of each part: the function or script, each argument, each of the user's modules that the code
-    # imports, each dataset, and the number of ranks; environment variables, which `compare` only names
+    # Name and checksum of each part: the function or script, each argument, each of the user's modules that is sent,
+    # each dataset, and the number of ranks
     parts: tuple[tuple[str, str], ...]
 
     @classmethod
@@ -37,8 +37,7 @@ class Identity:
     @property
     def digest(self) -> str:
         """Returns the hexadecimal digits that name the training."""
-        parts = tuple(part for part in self.parts if not part[0].startswith(VARIABLE))
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:DIGITS]
+        return hashlib.sha256(repr(self.parts).encode()).hexdigest()[:DIGITS]
 
 
 @dataclass(frozen=True)
@@ -46,25 +45,12 @@ class Comparison:
     """Compares the training of a run with a requested training."""
 
     differing: tuple[str, ...] = ()  # Names of the parts that differ, which make the two different trainings
-    ignored: tuple[str, ...] = ()  # Names of parts that differ and are ignored: variables, and code for a retry
+    ignored: tuple[str, ...] = ()  # Names of parts of the code that differ and are ignored for a retry
 
     @property
     def same(self) -> bool:
         """Returns True if the two are the same training."""
         return not self.differing
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request for a training, as far as it decides about an existing run."""
-
-    identity: Identity
-    generation: str = ""  # Name of the chain of tries that the orchestrator starts by itself: `Job.generation`
-    by_name: bool = False  # True if a run is continued because of its name alone, whatever it trained: `decide`
-
-    def repeats(self, generation: str) -> bool:
-        """Returns True if the orchestrator repeats a try of this generation by itself."""
-        return bool(generation) and self.generation == generation
 
 
 def compare(before: Identity, now: Identity, *, automatic: bool = False) -> Comparison:
@@ -81,7 +67,7 @@ def compare(before: Identity, now: Identity, *, automatic: bool = False) -> Comp
     if automatic:
         names = [name for name in names if not news.get(name, "").startswith(RESISTS)]
     counts = (ARGUMENT, DATASET, NUM_PROCESSES)
-    ignored = [name for name in names if name.startswith(VARIABLE) or (automatic and not name.startswith(counts))]
+    ignored = [name for name in names if automatic and not name.startswith(counts)]
     return Comparison(tuple(name for name in names if name not in ignored), tuple(ignored))
 
 

@@ -21,11 +21,11 @@ from typing import Any
 
 from rankzero.submit.code_source import source_of_file
 
-_ORCHESTRATORS = frozenset({"airflow", "dagster", "airflow_rankzero", "dagster_rankzero"})
+ORCHESTRATORS = frozenset({"airflow", "dagster", "airflow_rankzero", "dagster_rankzero"})
 # Found beside the user's modules in some layouts ($SPARK_HOME/python), and never the user's. The search for pip alone
 # makes setuptools fail to import in this process.
 _BESIDE = frozenset({"rankzero", "pip", "pyspark", "py4j", "torch", "numpy", "cloudpickle", "__main__", "__mp_main__"})
-NEVER_SHIPPED = _BESIDE | _ORCHESTRATORS | sys.stdlib_module_names
+NEVER_SHIPPED = _BESIDE | ORCHESTRATORS | sys.stdlib_module_names
 
 
 _PLACES = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -58,14 +58,6 @@ def is_user_module(name: str) -> bool:
         return _is_user_file(file)
     made = sys.modules.get(root)
     return not any(getattr(made, fact, None) for fact in ("__spec__", "__file__", "__path__", "__loader__"))
-
-
-def stable_name(name: str) -> str:
-    """Returns a loaded module's name, or that of its file if no module can be found by it, as for a DAG file."""
-    file = getattr(sys.modules.get(name), "__file__", None)
-    if not isinstance(file, str) or spec_of(name.partition(".")[0]):
-        return name
-    return os.path.splitext(os.path.basename(file))[0]
 
 
 def spec_of(root: str, first: str | None = None) -> Any:
@@ -124,7 +116,7 @@ def _needs_orchestrator(name: str) -> bool:
     while waiting:
         name = waiting.pop()
         root = name.partition(".")[0]
-        if root in _ORCHESTRATORS:
+        if root in ORCHESTRATORS:
             return True
         # Importing a.b.c imports a and a.b first.
         for part in parents_of(name) if spec_of(root) else ():

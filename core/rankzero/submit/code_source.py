@@ -23,16 +23,11 @@ from typing import Any, NamedTuple
 
 from rankzero import store
 
-IMPORTERS = frozenset(
-    {"import_module", "__import__", "iter_modules", "walk_packages", "locate", "resolve_name", "instantiate"}
-)
-"""Functions of importlib, pkgutil, pydoc and Hydra by which code reaches modules that no statement names."""
-_LAZY = frozenset({"_LazyModule", "attach", "attach_stub", "__getattr__"})
-"""Names in a package that imports its modules once they are asked for."""
+_IMPORTERS = frozenset({"import_module", "__import__", "locate", "resolve_name", "instantiate"})
+"""Functions of importlib, pkgutil, pydoc and Hydra: where code names one, a text of one word may name a module."""
 
-_NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*\.?")
+_MODULE = re.compile(r"[A-Za-z_]\w*(?:\.\w*)*")
 """The name of a module or of something in it, also the begin of one: ``acme.models.Net``, ``acme.``"""
-_ABSOLUTE = re.compile(r"[A-Za-z_]\w*(?:[.:]\w+)+")
 _LAYOUT = frozenset({tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER})
 _MARKS = {tokenize.NEWLINE: "\n", tokenize.INDENT: "\t", tokenize.DEDENT: "\b"}
 _OPENED = tuple(getattr(token, name, -1) for name in ("FSTRING_START", "TSTRING_START"))
@@ -44,19 +39,15 @@ class Source(NamedTuple):
 
     Attributes:
         digest: Checksum of a file's tokens.
-        imports: Absolute names that it imports anywhere; some may be no modules. ``acme.*`` is all that acme names.
+        imports: Absolute names that it imports anywhere; some may be no modules.
         early: Those of them that are imported when the file is imported itself.
         texts: Texts in it that may name a module, or the begin of such a name.
-        words: The names and the parts of the texts in it, by which it may reach modules below a package.
-        computes: True if it names one of `IMPORTERS`, or imports its modules lazily, and so may import by any text.
     """
 
     digest: str
     imports: frozenset[str] = frozenset()
     early: frozenset[str] = frozenset()
     texts: frozenset[str] = frozenset()
-    words: frozenset[str] = frozenset()
-    computes: bool = False
 
 
 def source_of_file(path: str, package: str = "") -> Source:
@@ -81,11 +72,11 @@ def _of_file(path: str, _fingerprint: str, package: str) -> Source:
     return found._replace(digest=digest_of_source(source))
 
 
-def to_code(source: str | bytes, path: str, flags: int = 0, *, optimize: int = -1) -> types.CodeType:
+def to_code(source: str | bytes, path: str, *, optimize: int = -1) -> types.CodeType:
     """Compiles a file. What Python warns of is shown, or an error, where it runs. Raises SyntaxError or ValueError."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        code: types.CodeType = compile(source, path, "exec", flags, dont_inherit=True, optimize=optimize)
+        code: types.CodeType = compile(source, path, "exec", dont_inherit=True, optimize=optimize)
     return code
 
 
@@ -118,28 +109,23 @@ def _words(source: bytes) -> Iterator[str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def source_of_code(code: types.CodeType, package: str | None, computes: bool = False) -> Source:
+def source_of_code(code: types.CodeType, package: str | None) -> Source:
     """Returns the facts about the code of a file or function and of the functions and classes in it.
 
     Args:
         code: The code.
         package: Name of the package that its relative imports begin at.
-        computes: True if it is known to import by a text.
     """
     nested = list(_nested(code))
     texts = {text for each, _ in nested for text in _texts(each.co_consts)}
-    names = {name for each, _ in nested for name in each.co_names}
-    computes |= not IMPORTERS.isdisjoint(names)
-    computes |= not code.co_flags & inspect.CO_OPTIMIZED and not _LAZY.isdisjoint(code.co_names)
+    computes = any(not _IMPORTERS.isdisjoint(each.co_names) for each, _ in nested)
     found = [(name, is_early) for each, is_run in nested for name, is_early in _imported(each, package or "", is_run)]
-    named = (names_in_text(text) for text in texts if computes or _ABSOLUTE.fullmatch(text))
+    named = map(name_in_text, texts)
     return Source(
         "",
         imports=frozenset(name for name, _ in found),
         early=frozenset(name for name, is_early in found if is_early),
-        texts=frozenset().union(*named),
-        words=frozenset(names.union(*(text.split(".") for text in texts))),
-        computes=computes,
+        texts=frozenset(name for name in named if name and (computes or "." in name)),
     )
 
 
@@ -192,10 +178,10 @@ def _imported(code: types.CodeType, package: str, is_run: bool) -> Iterator[tupl
                 yield name, is_run and instruction.offset >= checked_until
 
 
-def names_in_text(text: str) -> set[str]:
-    """Returns what a text may name, up to its first placeholder: "acme.%s" the begin of the name of a module."""
-    begin = re.split("[%{]", text)[0].replace(":", ".")
-    return {begin} if _NAME.fullmatch(begin) else set()
+def name_in_text(text: str) -> str:
+    """Returns the name that a text may begin with, up to its first placeholder: "acme." of "acme.%s"; else ""."""
+    begin = re.split("[%{]", text, maxsplit=1)[0].replace(":", ".")
+    return begin if _MODULE.fullmatch(begin) else ""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -224,21 +210,17 @@ def digest_of_code(code: types.CodeType) -> str:
     """
     linecache.checkcache(code.co_filename)
     lines = linecache.getlines(code.co_filename)
-    if code.co_name != "<lambda>" and code in _compiled("".join(lines), code.co_filename, code.co_flags & _FUTURES):
+    if code.co_name != "<lambda>" and code in _compiled("".join(lines), code.co_filename):
         words = [*_words("".join(inspect.getblock(lines[code.co_firstlineno - 1 :])).encode())]
         return hashlib.sha256("\0".join(words[words.index("def") :]).encode()).hexdigest()
     return hashlib.sha256(repr(_facts(code)).encode(errors="surrogateescape")).hexdigest()
 
 
-_FUTURES = annotations.compiler_flag
-"""The flag that a cell of a notebook may have by a statement of an earlier one."""
-
-
 @functools.lru_cache(maxsize=64)
-def _compiled(source: str, path: str, flags: int) -> frozenset[types.CodeType]:
+def _compiled(source: str, path: str) -> frozenset[types.CodeType]:
     """Returns the code of all functions of a source; empty for one that is not Python, such as a notebook's magics."""
     try:
-        return frozenset(each for each, _ in _nested(to_code(source, path, flags)))
+        return frozenset(each for each, _ in _nested(to_code(source, path)))
     except (SyntaxError, ValueError):
         return frozenset()
 

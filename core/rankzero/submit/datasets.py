@@ -247,8 +247,6 @@ def _check_query(name: str, query: str, engine: Engine) -> None:
             f"dataset {name!r} is {query!r}: there is no such path, and a table or a query needs Spark: give "
             "engine=SparkEngine(...), or a DataFrame"
         )
-    if not (_TABLE.fullmatch(query) or any(character.isspace() for character in query)):
-        raise InvalidJobError(f"dataset {name!r} is {query!r}, which is no path, no name of a table and no query")
     if not engine.drives_elsewhere:
         _require_arrow(name)
 

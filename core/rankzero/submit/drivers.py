@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import functools
 import json
 import logging
 import os
@@ -13,8 +11,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import IO, Any
 
 from rankzero.bounds import CANCEL_TIMEOUT
@@ -37,17 +34,13 @@ LAST_OUTPUT = 16 << 10
 class DriverProcess(subprocess.Popen[bytes]):
     """A driver process on this machine."""
 
-    _output = -1
-
-    def keep_output(self, file: IO[bytes]) -> None:
-        """Keeps a file without a name open to which the driver prints, for `last_output`."""
-        self._output = os.dup(file.fileno())
-        weakref.finalize(self, os.close, self._output)
+    output: IO[bytes]
+    """The file without a name to which the driver prints if the run is on an object store."""
 
     def last_output(self) -> bytes:
         """Returns the end of what the driver has printed."""
-        size = os.fstat(self._output).st_size
-        return os.pread(self._output, LAST_OUTPUT, max(0, size - LAST_OUTPUT))
+        size = os.fstat(self.output.fileno()).st_size
+        return os.pread(self.output.fileno(), LAST_OUTPUT, max(0, size - LAST_OUTPUT))
 
     def cancel(self) -> None:
         """Makes the driver end the run on request, without the store."""
@@ -67,7 +60,7 @@ _drivers_lock = fork_safe(threading.Lock())
 
 
 def start(own: Submission, request: Request) -> RunHandle[Any]:
-    """Starts the driver of a run that outlives this process. Raises EngineError if a cluster does not accept it."""
+    """Starts the driver of a run in another process. Raises EngineError if a cluster does not accept it."""
     if not request.engine.drives_elsewhere:
         return RunHandle(own.run.directory, start_driver(own, request.private()), job=own.job)
     handle = RunHandle[Any](own.run.directory, job=own.job)
@@ -75,22 +68,18 @@ def start(own: Submission, request: Request) -> RunHandle[Any]:
         with located(own.run.directory):
             request.engine.start_driver(own, {**request.private(), "nonce": own.job.nonce})
     except RankZeroError as error:
-        if own.has_driver():
-            logger.warning("the driver of run %s has started although its submission reported: %s", handle.id, error)
-            return handle
-        # A driver that was accepted despite the error finds the end, and exits.
-        own.finish(replace(own.status(), state="failed", error=error.to_json()))
-        raise
+        if not own.has_driver():
+            raise
+        logger.warning("the driver of run %s has started although its submission reported: %s", handle.id, error)
     return handle
 
 
-def start_driver(own: Submission, private: dict[str, Any], owner: int | None = None) -> DriverProcess:
+def start_driver(own: Submission, private: dict[str, Any]) -> DriverProcess:
     """Starts a driver in its own session, with its output in ``driver.log``.
 
     Args:
         own: The submission to drive.
         private: The result of `Request.private`, for the driver's standard input.
-        owner: Descriptor of a pipe: the run ends when its other end closes. None for a run that outlives this process.
     """
     import rankzero
 
@@ -102,26 +91,26 @@ def start_driver(own: Submission, private: dict[str, Any], owner: int | None = N
     program += "__file__ = driver.__file__; driver.main()"
     number = str(own.job.submission)
     command = [sys.executable, "-P", "-c", program, package_root, own.run.directory, "--submission", number]
-    if owner is not None:
-        command += ["--owner", str(owner)]
     # An object store cannot append: the starter of the driver can read a file without a name.
     output: IO[bytes] = tempfile.TemporaryFile() if own.is_remote else open(own.path(DRIVER_LOG), "a+b")
     # Without a name, in memory where the system can: it disappears whichever process dies, and never blocks as a pipe.
     in_memory = hasattr(os, "memfd_create")
     unnamed: IO[bytes] = open(os.memfd_create("rankzero-private"), "w+b") if in_memory else tempfile.TemporaryFile()
-    with output as log, unnamed as private_file:
+    with unnamed as private_file:
         private_file.write(json.dumps({**private, "nonce": own.job.nonce}).encode())
         private_file.seek(0)
         driver = DriverProcess(
             command,
             stdin=private_file,
-            stdout=log,
+            stdout=output,
             stderr=subprocess.STDOUT,
-            pass_fds=[owner] if owner is not None else [],
             start_new_session=True,
         )
-        if own.is_remote:
-            driver.keep_output(log)
+    driver.output = output
+    if own.is_remote:
+        weakref.finalize(driver, output.close)
+    else:
+        output.close()
     # On a busy host its first heartbeat may be late: until then readers query its process.
     with contextlib.suppress(OSError):
         own.record_starting(describe_process(driver.pid))
@@ -130,29 +119,20 @@ def start_driver(own: Submission, private: dict[str, Any], owner: int | None = N
     return driver
 
 
-def _open_pipe() -> list[int]:
-    """Opens a pipe with descriptors above those of the standard streams, which may be closed in this process."""
-    ends = os.pipe()
-    try:
-        return [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in ends]
-    finally:
-        for end in ends:
-            os.close(end)
-
-
 def driving(own: Submission, request: Request) -> contextlib.AbstractContextManager[RunHandle[Any]]:
     """Returns a context manager that starts the driver of a run, which ends with the block."""
-    if request.engine.drives_elsewhere:
-        drive = _leased_driver
-    else:
-        drive = _process_driver if request.engine.prefers_own_process else _thread_driver
+    is_apart = request.engine.drives_elsewhere or request.engine.prefers_own_process
+    drive = _process_driver if is_apart else _thread_driver
     return drive(own, request, request.template.stop_grace + CANCEL_TIMEOUT())
 
 
 @contextlib.contextmanager
-def _leased_driver(own: Submission, request: Request, stop_timeout: float) -> Iterator[RunHandle[Any]]:
-    """Starts a driver on the cluster, which ends its run with the block, or when no process follows the run."""
-    owner = os.getpid()
+def _process_driver(own: Submission, request: Request, stop_timeout: float) -> Iterator[RunHandle[Any]]:
+    """Starts a driver in another process, which ends its run with the block.
+
+    It also ends the run when this process exits, or on a cluster when no process follows the run.
+    """
+    owner, handle = os.getpid(), RunHandle[Any](own.run.directory, job=own.job)
     try:
         try:
             handle = start(own, request)
@@ -165,44 +145,14 @@ def _leased_driver(own: Submission, request: Request, stop_timeout: float) -> It
         # The driver's own status decides: this process may only have counted the driver as dead. A forked child that
         # leaves the block does not own the run.
         if os.getpid() == owner:
-            _await(stop_timeout, functools.partial(_cancel, own, stop_timeout))
 
+            def end() -> None:
+                handle.cancel()
+                handle.wait(stop_timeout)
 
-def _cancel(own: Submission, stop_timeout: float) -> None:
-    if not own.status().final:
-        handle = RunHandle[Any](own.run.directory, job=own.job)
-        handle.cancel()
-        handle.wait(stop_timeout)
-
-
-@contextlib.contextmanager
-def _process_driver(own: Submission, request: Request, stop_timeout: float) -> Iterator[RunHandle[Any]]:
-    """Starts a driver process, which ends its run with the block or with this process."""
-    theirs, ours = _open_pipe()
-    owner = os.getpid()
-    handle: RunHandle[Any] | None = None
-    try:
-        try:
-            handle = RunHandle(own.run.directory, start_driver(own, request.private(), theirs), job=own.job)
-        finally:
-            os.close(theirs)
-        yield handle
-    finally:
-        # After an interrupt, this byte ends the run immediately, even if its directory is on a slow store. The end of
-        # file alone would come only after every child that was forked meanwhile has exited.
-        is_owner = os.getpid() == owner
-        with contextlib.suppress(OSError):
-            if is_owner:
-                os.write(ours, b"\n")
-        os.close(ours)
-        if handle and is_owner:
-            _await(stop_timeout, functools.partial(handle.wait, stop_timeout))
-
-
-def _await(seconds: float, action: Callable[[], object]) -> None:
-    """Calls a function that reads the store; stops waiting after some time, since the store may not answer."""
-    with contextlib.suppress(TimeoutError):
-        in_thread(action).result(seconds)
+            # The store may not answer.
+            with contextlib.suppress(TimeoutError):
+                in_thread(end).result(stop_timeout)
 
 
 @contextlib.contextmanager

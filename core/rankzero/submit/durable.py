@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from rankzero.errors import InvalidJobError, located
 from rankzero.host.processes import this_process
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
-from rankzero.run.tries import PipelineTry, attempt, detaching
+from rankzero.run.tries import PipelineTry, detaching
 from rankzero.submit import drivers, existing
 from rankzero.submit.existing import Existing
 from rankzero.submit.start import Request, Submitter
@@ -51,44 +50,40 @@ def submit(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str
             "submit() was called in a rank, and the run would end with it: call run(), choose SparkSubmitEngine, whose "
             "driver is on the cluster, or return a value with which the pipeline submits the run"
         )
-    with _detached(request, train, args, kwargs) as run:
+    with _opened(request, train, args, kwargs) as run:
         return run.handle
 
 
 @contextlib.contextmanager
-def _detached(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Opened]:
-    """Opens a run that outlives this process, or attaches to the run that is there. Raises like `open_durable`."""
-    submitter = Submitter(request, train, args, kwargs, detached=True)
+def _opened(
+    request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, owned: bool = False
+) -> Iterator[Opened]:
+    """Opens a run, or attaches to the run that is there. Raises like `open_durable`.
+
+    One that is owned ends with the block and with this process, any other outlives both.
+    """
+    engine = request.engine
+    if owned:
+        template = replace(request.template, owner=this_process())
+        if engine.drives_elsewhere:
+            template = replace(template, orphan_timeout=min(OWNER_LEASE(), template.orphan_timeout or OWNER_LEASE()))
+        request = replace(request, template=template)
+    submitter = Submitter(request, train, args, kwargs, detached=not owned or engine.prefers_own_process)
     with submitter.recording_end():
         submitter.submit()
-        run = _found(submitter) or Opened(drivers.start(submitter.submission, request))
-    yield run
-
-
-@contextlib.contextmanager
-def _owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Opened]:
-    """Opens a run that ends with the block and this process, or attaches to one. Raises like `open_durable`."""
-    engine, template = request.engine, replace(request.template, owner=this_process())
-    if engine.drives_elsewhere:
-        template = replace(template, orphan_timeout=min(OWNER_LEASE(), template.orphan_timeout or OWNER_LEASE()))
-    request = replace(request, template=template)
-    submitter = Submitter(request, train, args, kwargs, detached=engine.prefers_own_process)
-    with submitter.recording_end():
-        submitter.submit()
-        if run := _found(submitter):
-            yield run
+        if found := submitter.existing:
+            run = Opened(RunHandle(submitter.run.directory, job=found.job), found)
+        elif not owned:
+            run = Opened(drivers.start(submitter.submission, request))
+        else:
+            own = submitter.submission
+            with located(own.run.directory), drivers.driving(own, request) as handle:
+                yield Opened(handle)
+                if request.trackers:
+                    # The container may be removed when this process exits.
+                    handle.await_driver(bounds.TRACKERS_TIMEOUT())
             return
-        own = submitter.submission
-        with located(own.run.directory), drivers.driving(own, request) as handle:
-            yield Opened(handle)
-            if request.trackers:
-                # The container may be removed when this process exits.
-                handle.await_driver(bounds.TRACKERS_TIMEOUT())
-
-
-def _found(submitter: Submitter) -> Opened | None:
-    found = submitter.existing
-    return Opened(RunHandle(submitter.run.directory, job=found.job), found) if found else None
+    yield run
 
 
 @contextlib.contextmanager
@@ -98,7 +93,7 @@ def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict
     Raises:
         InvalidJobError: the job was rejected before anything started, or the run is running already.
     """
-    with _owned(request, train, args, kwargs) as run:
+    with _opened(request, train, args, kwargs, owned=True) as run:
         if run.attached and not run.handle.status().final:
             raise InvalidJobError(
                 f"run_id {run.handle.id!r} is running: attach to it with "
@@ -137,10 +132,13 @@ def open_durable(
     # The handle, once there is one: under the same id there may be a later submission by then. A run that ends with
     # the block needs nothing.
     find = lambda: None if is_owned else handle or existing.find(run)  # noqa: E731
-    opens = _detached if caller.is_followed_by_another else _owned
-    with detaching(find, caller, request.template.stop_grace, log), opens(request, train, args, kwargs) as opened:
+    owned = not caller.is_followed_by_another
+    with (
+        detaching(find, caller, request.template.stop_grace, log),
+        _opened(request, train, args, kwargs, owned=owned) as opened,
+    ):
         handle, found = opened.handle, opened.existing
-        is_owned = found is None and not caller.is_followed_by_another
+        is_owned = found is None and owned
         if found:
             say = log.warning if existing.changes(found) else log.info
             say("%s", existing.following(found, run.directory))
@@ -153,10 +151,8 @@ def open_durable(
             log.info("started the run in %s, which %s this process: %s", run.directory, how, handle.job.beginning)
         yield opened
         if not (found or is_owned) and request.trackers:
-            attempt(log, "the wait for its trackers", functools.partial(_await_trackers, handle), None)
-
-
-def _await_trackers(handle: RunHandle[Any]) -> None:
-    if handle.status().final:
-        # The container may be removed when this process exits.
-        handle.await_driver(bounds.TRACKERS_TIMEOUT())
+            # The result is stored: a store that fails now must not fail the step.
+            with contextlib.suppress(Exception):
+                if handle.status().final:
+                    # The container may be removed when this process exits.
+                    handle.await_driver(bounds.TRACKERS_TIMEOUT())

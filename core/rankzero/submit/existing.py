@@ -16,10 +16,9 @@ from rankzero.errors import EngineError, InvalidJobError, RunNotFoundError
 from rankzero.host.processes import is_gone
 from rankzero.job import Job
 from rankzero.run.checkpoints import list_committed, list_folders, without_rows
-from rankzero.run.directory import RunDirectory, Submission, compare_job
+from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.handle import RunHandle
-from rankzero.run.identity import Asked, Comparison, Decision, decide, describe
-from rankzero.run.observer import dead_after
+from rankzero.run.identity import Comparison, Decision, Identity, compare, decide, describe
 from rankzero.run.status import SHORTEST_PACE, RunStatus
 from rankzero.run.tries import PipelineTry
 from rankzero.values.pickled import Part
@@ -82,7 +81,12 @@ def unreadable(run: RunDirectory, error: RunNotFoundError) -> InvalidJobError:
     )
 
 
-def assess(own: Submission, asked: Asked, caller: PipelineTry | None = None) -> Existing:
+def is_repeated(job: Job, generation: str) -> bool:
+    """Returns True if the orchestrator repeats the try that submitted a job by itself: of one chain of tries."""
+    return bool(generation) and generation == job.generation
+
+
+def assess(own: Submission, asked: Identity, generation: str, caller: PipelineTry | None, *, by_name: bool) -> Existing:
     """Returns what submitting a training under this run id would mean now.
 
     A driver on another host is polled until it shows a heartbeat or counts as dead. If the orchestrator of the caller,
@@ -97,15 +101,16 @@ def assess(own: Submission, asked: Asked, caller: PipelineTry | None = None) -> 
     if caller and delivered.receiver and not delivered.acknowledged and caller.has_accepted(delivered.receiver):
         delivered = replace(delivered, acknowledged=True)
         own.record_delivery(delivered)
-    comparison = compare_job(job, asked)
+    automatic = is_repeated(job, generation)
+    comparison = compare(Identity.of(job.identity_parts), asked, automatic=automatic)
     decision = decide(
         status.state,
         same_training=comparison.same,
         acknowledged=delivered.acknowledged,
         ending=ending,
         same_generation=caller is not None and delivered.acknowledged and caller.repeats(delivered.receiver),
-        by_name=asked.by_name,
-        automatic=asked.repeats(job.generation),
+        by_name=by_name,
+        automatic=automatic,
     )
     if decision is Decision.DELIVER and status.result and not store.exists(own.result_path(status.result["uri"])):
         logger.warning("the result of run %s was deleted, so it resumes from its last checkpoint", own.run.directory)
@@ -129,33 +134,24 @@ def changes(existing: Existing) -> str:
 
 
 def _state(own: Submission) -> tuple[RunStatus, bool]:
-    """Returns the status of a submission, and True if it is ending."""
-    owner_is_gone = bool(own.job.owner and is_gone(own.job.owner))
-    status = _await_certainty(own, owner_is_gone)
-    ending = not status.final and (status.cancelling or owner_is_gone or bool(own.cancel_request()))
-    return status, ending
+    """Returns the status of a submission, and True if it is ending.
 
-
-def _await_certainty(own: Submission, owner_is_gone: bool) -> RunStatus:
-    """Returns the status once the driver has shown a heartbeat or counts as dead."""
+    A driver that this process cannot query is awaited until it shows a heartbeat or counts as dead.
+    """
     handle, job = RunHandle[Any](own.run.directory, job=own.job), own.job
     status = handle.status()
-    is_unstarted = not (status.final or status.driver_pid or job.queue_time)
-    if is_unstarted and owner_is_gone:
-        # A driver that starts now exits, because its owner has exited.
-        return replace(status, state="failed")
-    submitter_is_gone = is_unstarted and bool(job.submitter and is_gone(job.submitter))
     # The owner of a run may have died with its host a moment ago. Only that process can follow the run, so a young
-    # heartbeat is not enough: the next one is awaited. So it is behind a submitter that may have started no driver.
-    may_be_young = job.owner is None and not submitter_is_gone
-    # With a clock that is ahead, an old heartbeat lies in the future.
-    is_young = may_be_young and abs(time.time() - status.heartbeat) < max(status.interval, status.queue_time)
-    seen, deadline = status.heartbeat, time.monotonic() + 2 * dead_after(status)
-    while not (is_young or status.final or handle.driver_lives(status)) and time.monotonic() < deadline:
+    # heartbeat is not enough. So it is behind a submitter that has started no driver. With a clock that is ahead, an
+    # old heartbeat lies in the future.
+    may_be_young = job.owner is None and (status.driver_pid or job.queue_time)
+    is_sure = may_be_young and abs(time.time() - status.heartbeat) < max(status.interval, status.queue_time)
+    seen = status.heartbeat
+    while not (is_sure or status.final or handle.driver_lives(status)):
         time.sleep(_pause(own))
         status = handle.status()
-        is_young = status.heartbeat != seen
-    return status
+        is_sure = status.heartbeat != seen
+    is_orphan = bool(job.owner and is_gone(job.owner))
+    return status, not status.final and (status.cancelling or is_orphan or bool(own.cancel_request()))
 
 
 def await_end(own: Submission) -> None:

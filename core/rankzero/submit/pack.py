@@ -1,12 +1,11 @@
 """Packs a function or script, its arguments and the user's modules that they need, and names the training by them.
 
-One look at the code decides what is sent and what counts. The user's own modules (all that are not installed) need not
-exist where the ranks run:
+All that is sent counts. The user's own modules (all that are not installed) need not exist where the ranks run:
 
-* a module that can be imported by its name is sent as files, in ``modules.zip``, with the modules it imports in turn;
-  its functions and classes are pickled by reference, so that each exists once, and it counts by its files;
+* a module that can be imported by its name is sent as files, in ``modules.zip``, with its whole package and those that
+  this imports in turn; its functions and classes are pickled by reference, so that each exists once;
 * ``__main__``, notebooks, DAG files under synthetic names, and modules that import an orchestrator, which executors do
-  not have, are pickled by value, as far as the function refers to them, and count by that.
+  not have, are pickled by value, as far as the function refers to them.
 
 Inodes, times, retries, the location of a value, comments and the layout of sources do not count.
 """
@@ -16,7 +15,6 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
-import inspect
 import logging
 import os
 import re
@@ -40,22 +38,19 @@ from rankzero.run.identity import (
     TRAIN,
     Identity,
 )
-from rankzero.submit.code_files import Files, Needs
-from rankzero.submit.code_modules import stable_name
+from rankzero.submit.code_files import Modules, Needs, UserCode
 from rankzero.submit.code_source import digest_of_source
-from rankzero.submit.pack_archive import UserCode
 from rankzero.submit.pack_content import Contents
 from rankzero.submit.pack_pickler import TrainingPickler
 from rankzero.submit.training import Program, bind, check_callable, name_of, resolve
 from rankzero.tracking.tracker import Tracker
-from rankzero.values.digest import digest_of
 from rankzero.values.pickled import Part, beside, pack
 from rankzero.values.ref import ResultRef, map_refs
 
 logger = logging.getLogger(__name__)
 
-_TEXT = re.compile(rb"\x8c(.)([A-Za-z_]\w*(?:[.:]\w+)*)", re.DOTALL)
-"""A short text in a pickle that may name something in a module, behind its length. One word rarely does."""
+_TEXT = re.compile(rb"\x8c(.)([A-Za-z_]\w*(?:[.:]\w+)+)", re.DOTALL)
+"""A short text in a pickle that may name something in a module, behind its length."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +60,16 @@ class Payload:
     Attributes:
         name: Display name of the function or script.
         data: The pickle of function or script and arguments, made by `rankzero.values.pickled.pack`.
-        modules: A zip of the user modules that are shipped with it, or None.
+        modules: The user modules that are shipped with it.
         refs: The `ResultRef` objects among the arguments and in a trainer's configuration.
-        files: The files of these modules, and which of them count.
         training: What `rankzero.submit.training.resolve` has made of the function or script.
         arguments: The arguments with their names.
     """
 
     name: str
     data: list[Part]
-    modules: bytes | None
+    modules: Modules
     refs: list[ResultRef]
-    files: Files
     training: Any
     arguments: dict[str, Any]
 
@@ -91,40 +84,20 @@ class Payload:
             parts[f"{ARGUMENT}{name}"] = _compared(f"the argument {name}", make)
         if code_version is not None:
             return Identity.of(parts, **{CODE_VERSION: _short(repr(code_version))})
-        if archive := user_code.archive if user_code else None:
-            parts[SENT_CODE] = _short(digest_of([archive]))
-        modules = dict(self.files.counted)
-        parts[TRAIN] = _compared("the function", lambda: _short(repr(self._own(contents, modules))))
-        modules |= {f"{name} (data files)": digest for name, digest in self.files.data_files().items()}
-        parts |= {f"{MODULE}{name}": digest[:DIGITS] for name, digest in modules.items()}
+        if user_code and user_code.sent:
+            parts[SENT_CODE] = user_code.sent[0][:DIGITS]
+        parts[TRAIN] = _compared("the function", lambda: _short(f"{self._own(contents)} {contents.code()}"))
+        parts |= {f"{MODULE}{name}": digest[:DIGITS] for name, digest in self.modules.counted.items()}
         return Identity.of(parts)
 
-    def _own(self, contents: Contents, modules: dict[str, str]) -> object:
-        """Returns what counts as the function or script itself, and takes it from the modules.
-
-        Code that is sent by value counts for the module that has it, which is added.
-        """
+    def _own(self, contents: Contents) -> str:
+        """Returns what counts as the function or program itself."""
         train = self.training
-        if isinstance(train, Program):
-            if train.kind == "script":
-                return "script", digest_of_source(train.source())
-            # Files count by content, and not by path.
-            files = {position: digest_of([file["data"]]) for position, file in train.files().items()}
-            words = [files.get(number, word) for number, word in enumerate(train.line)]
-            return train.kind, words, [(name, modules.pop(name, None)) for name in sorted(train.needs().modules)]
-        entry_point = train
-        while isinstance(entry_point, functools.partial):
-            entry_point = entry_point.func
-        entry_point = inspect.unwrap(getattr(entry_point, "__func__", entry_point))
-        module = getattr(entry_point, "__module__", None) or ""
-        value = contents.digest_of(train)
-        by_value = contents.code()
-        own = "function", value, by_value.pop(module, None), modules.pop(module, None)
-        for name, digest in by_value.items():
-            # A module may also be imported when the function is called.
-            name = stable_name(name)
-            modules[name] = _short(repr((modules.get(name), digest)))
-        return own
+        if not isinstance(train, Program):
+            return contents.digest_of(train)
+        return (
+            digest_of_source(train.source()) if train.kind == "script" else repr((train.kind, train.target, train.line))
+        )
 
 
 def _short(text: str) -> str:
@@ -188,11 +161,9 @@ def build(
         raise InvalidJobError(f"{culprit} cannot be pickled: {error}", code="RZ-1004") from error
     needs = needs if is_program else pickler.needs
     texts = {text.decode().replace(":", ".") for length, text in _TEXT.findall(pickled) if length[0] == len(text)}
-    texts -= needs.modules | pickler.by_value | other.by_value | other.needs.modules
-    needs.texts |= {text for text in texts if needs.computes or "." in text}
-    files = Files(needs)
-    files.send({*pickler.loaded, *other.needs.modules})
-    return Payload(name, pack(pickled, buffers), files.zipped(), refs, files, training, arguments)
+    needs.texts |= texts - pickler.by_value | other.needs.texts
+    needs.modules |= other.needs.modules
+    return Payload(name, pack(pickled, buffers), Modules(needs), refs, training, arguments)
 
 
 def _parts_of_program(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

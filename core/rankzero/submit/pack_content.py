@@ -2,12 +2,11 @@
 
 A pickle differs between processes: sets have another order, classes of a script have random names. Here a value is a
 label and its parts, whose checksums make its own. Code that is sent by value counts apart from the values that refer to
-it, for the module that has it, so that an edited class leaves the arguments of its kind as they are.
+it, so that an edited class leaves the arguments of its kind as they are.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import marshal
 import pickle
@@ -19,7 +18,7 @@ from typing import Any
 
 import cloudpickle
 
-from rankzero.submit.code_modules import is_sent_by_name, is_sent_by_value, is_user_module, stable_name
+from rankzero.submit.code_modules import is_sent_by_name, is_sent_by_value, is_user_module
 from rankzero.submit.code_source import digest_of_code, globals_of_classes
 from rankzero.submit.pack_pickler import reduce_wrapper
 from rankzero.values.digest import digest_of
@@ -45,54 +44,42 @@ class Contents:
     def __init__(self) -> None:
         self._known: dict[int, tuple[bytes, object]] = {}
         """Checksums of objects by their id. The objects are kept, so that no other one gets their id."""
-        self._waiting: list[tuple[str, _Parts]] = []
+        self._open: dict[int, int] = {}
+        """Depth of each value that is being visited, by its id: one may refer to itself."""
+        self._waiting: list[_Parts] = []
         self._noted: dict[int, object] = {}
-        self._name_of = functools.cache(stable_name)
 
     def digest_of(self, value: object) -> str:
         """Returns the checksum of a value. Raises what its pickling raises."""
         return hashlib.sha256(self._visit(value)).hexdigest()
 
-    def code(self) -> dict[str, str]:
-        """Returns a checksum of the code of each module that is sent by value, as far as the values refer to it."""
-        found: dict[str, set[bytes]] = {}
+    def code(self) -> str:
+        """Returns the checksum of all code that is sent by value, as far as the values refer to it."""
+        found = set[bytes]()
         while self._waiting:
-            module, parts = self._waiting.pop()
-            found.setdefault(module, set()).add(self._visit(parts))
-        return {module: hashlib.sha256(b"".join(sorted(each))).hexdigest() for module, each in found.items()}
+            found.add(self._visit(self._waiting.pop()))
+        return hashlib.sha256(b"".join(sorted(found))).hexdigest()
 
     def _visit(self, value: object) -> bytes:
-        """Returns the checksum of a value. It does not recurse, since values may nest deeply.
+        """Returns the checksum of a value.
 
         Objects in a set that refer to each other have another checksum in another order.
         """
-        stack: list[tuple[object, _Parts, Any, list[bytes]]] = []
-        # Values that are being visited, with their depth: one may refer to itself.
-        open_at: dict[int, int] = {}
-        while True:
-            if (plain := _plain(value)) is not None:
-                digest = plain
-            elif id(value) in self._known:
-                digest = self._known[id(value)][0]
-            elif id(value) in open_at:
-                digest = b"loop %d" % (len(stack) - open_at[id(value)])
-            else:
-                parts = value if isinstance(value, _Parts) else self._parts(value)
-                open_at[id(value)] = len(stack)
-                stack.append((value, parts, iter(parts.parts), []))
-                digest = b""
-            while stack:
-                top, parts, rest, done = stack[-1]
-                done += [digest] if digest else []
-                if (value := next(rest, _END)) is not _END:
-                    break
-                stack.pop()
-                del open_at[id(top)]
-                found = [repr(parts.label), *(done if parts.is_ordered else sorted(done))]
-                digest = hashlib.sha256(marshal.dumps(found, 2)).digest()
-                self._known[id(top)] = digest, top
-            else:
-                return digest
+        if (plain := _plain(value)) is not None:
+            return plain
+        if found := self._known.get(id(value)):
+            return found[0]
+        if id(value) in self._open:
+            return b"loop %d" % (len(self._open) - self._open[id(value)])
+        self._open[id(value)] = len(self._open)
+        try:
+            parts = value if isinstance(value, _Parts) else self._parts(value)
+            done = list(map(self._visit, parts.parts))
+        finally:
+            del self._open[id(value)]
+        digest = hashlib.sha256(marshal.dumps([repr(parts.label), *(done if parts.is_ordered else sorted(done))], 2))
+        self._known[id(value)] = digest.digest(), value
+        return digest.digest()
 
     def _parts(self, value: Any) -> _Parts:
         cls = type(value)
@@ -124,10 +111,10 @@ class Contents:
             return _Parts(("global", str(getattr(value, "__module__", "")), reduced), [cls])
         # Items come as iterators.
         make, arguments, *rest = (list(part) if hasattr(part, "__next__") else part for part in reduced)
-        return _Parts("object", [cls, make, *([_without_numbers(each) for each in part] for part in (arguments, rest))])
+        return _Parts("object", [cls, make, arguments, rest])
 
     def _note(self, module: object, name: str, key: object, parts: _Parts) -> _Parts | None:
-        """Notes code that counts for a module of the user, and returns its name; None if it counts where it is.
+        """Notes code of the user that counts apart, and returns its name; None if it counts where it is.
 
         A lambda, and what a function has made, counts where it is.
         """
@@ -136,8 +123,8 @@ class Contents:
         if id(key) not in self._noted:
             # Kept, so that its id stays its own.
             self._noted[id(key)] = key
-            self._waiting.append((module, parts))
-        return _Parts(("code", self._name_of(module), name))
+            self._waiting.append(parts)
+        return _Parts(("code", name))
 
     def _function(self, function: types.FunctionType) -> _Parts:
         if is_sent_by_name(function):
@@ -157,7 +144,7 @@ class Contents:
         members = [
             (name, _unwrapped(member))
             for name, member in sorted(vars(cls).items())
-            if name == "__pydantic_fields__" or not (name in _NOT_OF_A_CLASS or name.startswith(_DERIVED))
+            if isinstance(member, _METHODS) or name in _COUNTED or not name.startswith(_DERIVED)
         ]
         body = _Parts(("class", name), [type(cls), cls.__bases__, members])
         return self._note(module, name, cls, body) or body
@@ -167,22 +154,13 @@ class Contents:
         if not is_sent_by_value(name):
             return _Parts(("module", name))
         sent = {name: each for name, each in vars(module).items() if name[:2] != "__"}
-        body = _Parts(("module", self._name_of(name)), [sent])
+        body = _Parts("module", [sent])
         return self._note(name, "", module, body) or body
 
 
-_END = object()
-
-_NOT_OF_A_CLASS = frozenset(
-    {
-        *("__dict__", "__weakref__", "__module__", "__doc__", "__annotations__"),
-        *("__static_attributes__", "__firstlineno__", "__annotate_func__", "__annotations_cache__"),
-        # Made when an object is pickled for the first time, and by torch for a subclass of `torch.autograd.Function`.
-        *("__slotnames__", "_backward_cls"),
-    }
-)
-
-_DERIVED = ("_abc_", "__signature__", "__pydantic_", "__private_attributes__")
+_METHODS = (types.FunctionType, staticmethod, classmethod, property)
+_COUNTED = ("__pydantic_fields__",)
+_DERIVED = ("__", "_abc_", "_backward_cls")
 """Beginnings of the names of members that are made of others, with addresses of this process in them."""
 
 
@@ -221,20 +199,6 @@ def _content(cell: types.CellType) -> Any:
         return []
 
 
-def _without_numbers(state: Any) -> Any:
-    """Returns the state of an object, of a module of torch without the numbers of its hooks.
-
-    torch numbers all hooks that a process makes.
-    """
-    if type(state) is not dict:
-        return state
-    return state | {
-        name: [*each.values()]
-        for name, each in state.items()
-        if "_hooks" in str(name) and isinstance(each, dict) and {*map(type, each)} <= {int}
-    }
-
-
 # -- data --------------------------------------------------------------------------------------
 
 
@@ -249,29 +213,21 @@ def _array(value: Any) -> Any:
 
 
 def _frame(value: Any) -> Any:
-    """Returns the columns of a DataFrame: its pickle also depends on what was read from it, which joins its blocks."""
+    """Returns the columns of a DataFrame of pandas, or the rows, type and names of a Series or index.
+
+    Their pickles also depend on what was read from them.
+    """
     import pandas
 
-    if type(value) is not pandas.DataFrame:
+    if type(value) is pandas.DataFrame:
+        return "frame", value.columns, value.index, [value.iloc[:, number] for number in range(value.shape[1])]
+    if type(value) is not pandas.Series and not isinstance(value, pandas.Index):
+        # A subclass may hold more.
         return None
-    columns = [value.iloc[:, number].array for number in range(value.shape[1])]
-    return "frame", value.columns, value.index, columns, value.attrs
-
-
-def _extension_array(value: Any) -> Any:
-    """Returns the parts of an array of pandas: its pickle also depends on the properties that were read from it.
-
-    An index or a Series of pandas consists of such arrays, too. The frequency of dates follows from the dates.
-    """
-
-    def counted(part: Any) -> Any:
-        if type(part) is tuple:
-            return tuple(map(counted, part))
-        if type(part) is dict:
-            return {name: member for name, member in part.items() if name not in ("_cache", "_freq")}
-        return part
-
-    return "extension array", type(value), [counted(part) for part in value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[1:]]
+    kind = value.dtype
+    rows = value.tolist() if kind.kind == "O" else pandas.util.hash_pandas_object(value, index=False).to_numpy()
+    names = [*value.names] if isinstance(value, pandas.Index) else [value.name, value.index]
+    return "rows", str(kind), getattr(kind, "categories", None), getattr(kind, "ordered", None), names, rows
 
 
 def _tensor(value: Any) -> Any:
@@ -298,9 +254,7 @@ _DATA: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("torch", "Tensor", _tensor),
     ("torch", "UntypedStorage", lambda storage: ("storage", digest_of([bytes(storage)]))),
     ("torch", "TypedStorage", lambda storage: (str(storage.dtype), storage._untyped_storage)),
-    ("torch.utils.hooks", "RemovableHandle", type),
     ("numpy", "ndarray", _array),
-    ("pandas.api.extensions", "ExtensionArray", _extension_array),
-    ("pandas", "DataFrame", _frame),
+    *(("pandas", name, _frame) for name in ("DataFrame", "Series", "Index")),
 )
 """Package and name of each class whose objects count by other facts than their pickle, and these facts."""

@@ -8,7 +8,7 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -24,27 +24,19 @@ from rankzero.submit.code_modules import (
     travels,
     wrapper_of,
 )
-from rankzero.submit.code_source import IMPORTERS, globals_of_classes, source_of_code
+from rankzero.submit.code_source import globals_of_classes, source_of_code
 from rankzero.values import tensors
 
 _OF_THE_DRIVER = ("DataFrame", "SparkSession", "SparkContext", "RDD")
-
-
-class _Loaded(list[str]):
-    """Names that are pickled as one text, since none of them is a text of the user's that names a module."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return str.split, ("".join(f"{name}\n" for name in self),)
 
 
 class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles what ranks get, and collects what it needs of the user's modules.
 
     Attributes:
-        needs: What ranks import, and the names and texts by which code may reach further modules.
+        needs: What ranks import, and the texts in code by which it may reach further modules.
         by_value: Names in the pickle that are those of modules whose code it has.
-        loaded: Modules below packages that code refers to, which this process has loaded and ranks import, too. They
-            do not count for the identity: another process may have loaded others.
+        loaded: Modules below packages that code refers to, which this process has loaded and ranks import, too.
     """
 
     def __init__(
@@ -55,7 +47,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(self._stream, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=on_buffer)
         self.needs = Needs()
         self.by_value: set[object] = set()
-        self.loaded = _Loaded()
+        self.loaded: list[str] = []
 
     def dumps(self, obj: object) -> bytes:
         """Pickles an object and collects what it needs of the user's modules."""
@@ -85,7 +77,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         is_shipped = isinstance(module, str) and travels(module)
         if isinstance(obj, types.FunctionType):
             if is_shipped or not is_by_name:
-                self._note_imports(obj, is_by_name)
+                self._note_imports(obj)
             if is_shipped and (wrapper := wrapper_of(obj)):
                 return getattr, (wrapper, "__wrapped__")
         if (reduced := reduce_wrapper(obj)) is not None:
@@ -109,33 +101,24 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         name = module.__name__
         if travels(name):
             self.needs.modules.add(name)
-            self._note_loaded([name])
+            self._note_loaded(name)
             return importlib.import_module, (name,)
         if is_sent_by_value(name):
             self.by_value |= {name, module.__package__}
             return dynamic_subimport, (name, {key: each for key, each in vars(module).items() if key != "__builtins__"})
         return NotImplemented
 
-    def _note_imports(self, function: types.FunctionType, is_by_name: bool) -> None:
-        code, names = function.__code__, function.__globals__
-        used = [names.get(name) for name in _extract_code_globals(code)]
-        # Under whatever name it was imported.
-        called = {each.__name__ for each in used if isinstance(each, (types.FunctionType, types.BuiltinFunctionType))}
-        source = source_of_code(code, names.get("__package__"), not IMPORTERS.isdisjoint(called))
-        if source.computes or not is_by_name:
-            self.needs.add(source)
-        # `import acme.models` makes the name acme.
-        roots = {name.partition(".")[0] for name in source.imports} & {*code.co_varnames}
-        modules = {value.__name__ for value in used if isinstance(value, types.ModuleType)}
-        if packages := [*filter(travels, {*source.imports, *roots, *modules})]:
-            self.needs.packages.update(packages)
-            self.needs.words |= source.words
-            self._note_loaded(packages)
+    def _note_imports(self, function: types.FunctionType) -> None:
+        source = source_of_code(function.__code__, function.__globals__.get("__package__"))
+        self.needs.add(source)
+        used = [function.__globals__.get(name) for name in _extract_code_globals(function.__code__)]
+        for name in {*source.imports, *(value.__name__ for value in used if isinstance(value, types.ModuleType))}:
+            if travels(name):
+                self._note_loaded(name)
 
-    def _note_loaded(self, packages: Iterable[str]) -> None:
-        """Notes the modules below packages that this process has loaded: code reaches them by any attribute."""
-        beginnings = tuple(f"{package}." for package in packages)
-        found = {name for name in list(sys.modules) if name.startswith(beginnings)}.difference(self.loaded)
+    def _note_loaded(self, package: str) -> None:
+        """Notes the modules below a package that this process has loaded: code reaches them by any attribute."""
+        found = {name for name in list(sys.modules) if name.startswith(f"{package}.")}.difference(self.loaded)
         self.loaded += sorted(filter(travels, found))
 
 
@@ -149,11 +132,10 @@ def reduce_wrapper(obj: Any) -> tuple[Any, ...] | None:
         return for_ranks
     if isinstance(obj, functools.cached_property):
         # Before Python 3.12 it holds a lock.
-        return functools.cached_property, (obj.func,), {"attrname": obj.attrname, "__doc__": obj.__doc__}
+        return functools.cached_property, (obj.func,), {"attrname": obj.attrname}
     if isinstance(obj, _CACHED) and not is_sent_by_name(obj):
         # To the function that it wraps, with an empty cache.
         chosen = obj.cache_parameters()
-        parts = (obj.__wrapped__, chosen["maxsize"], chosen["typed"], functools._CacheInfo)
-        kept = ("__wrapped__", "cache_parameters", *functools.WRAPPER_ASSIGNMENTS)
-        return _CACHED, parts, {name: value for name in kept if (value := getattr(obj, name, None)) is not None}
+        kept = {"__wrapped__": obj.__wrapped__, "cache_parameters": obj.cache_parameters}
+        return _CACHED, (obj.__wrapped__, chosen["maxsize"], chosen["typed"], functools._CacheInfo), kept
     return None

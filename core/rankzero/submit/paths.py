@@ -6,7 +6,6 @@ not suffice: its sizes and extremes are the same if values are in another order.
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import hashlib
 import re
@@ -15,19 +14,12 @@ from typing import Any
 from rankzero import store
 from rankzero.data import kinds
 from rankzero.data.files import PARQUET_OPTIONS, digest_of, filesystem_of, stamp_of, tags_of
-from rankzero.data.kinds import check_nulls
 from rankzero.data.manifest import File, Manifest, encode_schema
 from rankzero.data.schemas import check_missing, schema_of_files
 from rankzero.errors import InvalidJobError
 
 READERS = 16
 """Files that are read in parallel."""
-
-Counts = collections.Counter[str]
-"""Number of nulls of each column, by the column's path."""
-
-_WHOLE = ("BOOLEAN", "INT32", "INT64", "INT96")
-"""Types of Parquet without a place for a null, unless they hold decimals."""
 
 _DELTA_LOG = "_delta_log"
 _SAMPLED_ROWS = 1024
@@ -134,17 +126,18 @@ def _manifest(data: Any, location: str, digest: str | None, where: str) -> Manif
     base = filesystem_of(location)[1]
     tags = {} if digest else tags_of(location)
 
-    def describe(fragment: Any) -> tuple[File, int, str, Counts]:
+    def describe(fragment: Any) -> tuple[File, int, str]:
         keys = dataset.get_partition_keys(fragment.partition_expression)
         if binary := [key for key, value in keys.items() if isinstance(value, bytes)]:
             raise InvalidJobError(f"{location} is partitioned by {binary[0]!r}, which is binary: have Spark read it")
         partition = {key: None if value is None else str(value) for key, value in keys.items()}
         place, short = _place(fragment.path, location, base)
-        rows, size, counts = _facts(fragment)
+        groups = [fragment.metadata.row_group(number) for number in range(fragment.metadata.num_row_groups)]
+        rows, size = tuple(group.num_rows for group in groups), sum(group.total_byte_size for group in groups)
         # Before the content is read, which may change meanwhile.
         stamp = "" if digest else stamp_of(place)
         content = "" if digest else tags.get(short) or digest_of(place)
-        return File(place, rows, partition, stamp, content), size, f"{short} {content}", counts
+        return File(place, rows, partition, stamp, content), size, f"{short} {content}"
 
     with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
         described = list(pool.map(describe, fragments))
@@ -152,14 +145,13 @@ def _manifest(data: Any, location: str, digest: str | None, where: str) -> Manif
     files = tuple(file for file, *_ in described)
     # The larger of encoded and decoded size: a dictionary encodes a long text in a byte, a repeated value in none.
     decoded = int(sum(sum(file.rows) for file in files) * _decoded_row(fragments))
-    size = max(decoded, sum(size for _, size, *_ in described))
+    size = max(decoded, sum(size for _, size, _ in described))
     # The log of a Delta table has its schema.
     schema = schema_of_files([data.schema] if digest else [data.schema, *schemas], where)
     kinds.check(schema, where)
-    check_nulls((counts for *_, counts in described), where)
     for file, inside in zip(files, schemas, strict=True):
         check_missing(file, inside, schema, where)
-    content = digest or " ".join([*(facts for _, _, facts, _ in described), str(schema)])
+    content = digest or " ".join([*(facts for _, _, facts in described), str(schema)])
     return Manifest(
         schema=encode_schema(schema),
         files=files,
@@ -175,24 +167,6 @@ def _place(path: str, location: str, base: str) -> tuple[str, str]:
         return location + below, below
     # Delta names its files relative to the table.
     return store.join(location, path), path
-
-
-def _facts(fragment: Any) -> tuple[tuple[int, ...], int, Counts]:
-    """Returns the rows of each row group of a file, their encoded bytes, and the nulls of its columns.
-
-    The nulls are those that a tensor cannot hold. Those of arrays are not counted, since a footer counts empty arrays.
-    """
-    metadata, nulls = fragment.metadata, Counts()
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    for column in (group.column(number) for group in groups for number in range(metadata.num_columns)):
-        if column.physical_type in _WHOLE and column.statistics and column.statistics.has_null_count:
-            nulls[column.path_in_schema] += column.statistics.null_count
-    for column in map(metadata.schema.column, range(metadata.num_columns)):
-        # The size of a dense vector of Spark is null.
-        is_of_vector = column.path.endswith(".size") and f"{column.path[:-5]}.type" in nulls
-        if column.max_repetition_level or column.logical_type.type == "DECIMAL" or is_of_vector:
-            nulls.pop(column.path, None)
-    return tuple(group.num_rows for group in groups), sum(group.total_byte_size for group in groups), nulls
 
 
 def _decoded_row(fragments: list[Any]) -> float:

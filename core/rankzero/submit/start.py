@@ -33,14 +33,13 @@ from rankzero.errors import (
 from rankzero.host.processes import describe_process, this_process
 from rankzero.job import Job
 from rankzero.kinds import NumProcesses
-from rankzero.masking import is_secret
-from rankzero.run.directory import RunDirectory, Submission, compare_job
+from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.handle import RunHandle
-from rankzero.run.identity import DATASET, VARIABLE, Asked, Decision, Identity, describe
+from rankzero.run.identity import DATASET, Decision, Identity, compare, describe
 from rankzero.run.tries import PipelineTry
 from rankzero.submit import datasets, existing, pack
+from rankzero.submit.code_files import UserCode
 from rankzero.submit.existing import Existing
-from rankzero.submit.pack_archive import ARCHIVE, UserCode
 from rankzero.submit.training import params_of
 from rankzero.threads import in_thread
 from rankzero.values.digest import digest_of
@@ -130,11 +129,6 @@ class Submitter:
             train, args, kwargs, request.restart_on, is_alone=request.num_processes == 1
         )
         self._identity = dict(payload.identity(request.num_processes, template.code_version, request.code).parts)
-        self._identity |= {
-            f"{VARIABLE}{name}": digest_of([value.encode(errors="surrogateescape")])
-            for name, value in request.env.items()
-            if not (name.startswith("RANKZERO_") or is_secret(name))
-        }
         # The trainer of a compatibility layer may continue runs by their names. That of a step is named by the step.
         self._by_name = bool(getattr(train, "resumes_by_name", False)) and not template.generation
         self._sources = datasets.Sources(request.sources, engine)
@@ -211,10 +205,9 @@ class Submitter:
         existing.await_end(before)
         logger.warning("ended the run in %s: changed since: %s", directory, what)
 
-    def _asked(self, digests: Mapping[str, str]) -> Asked:
+    def _asked(self, digests: Mapping[str, str]) -> Identity:
         """Returns the facts that decide about an existing run, given the checksums of the datasets."""
-        parts = {**self._identity, **{f"{DATASET}{name}": digest for name, digest in digests.items()}}
-        return Asked(Identity.of(parts), self._request.template.generation, self._by_name)
+        return Identity.of({**self._identity, **{f"{DATASET}{name}": digest for name, digest in digests.items()}})
 
     def _kept(self, before: Submission) -> dict[str, Any]:
         return datasets.of_earlier_try(before, self._request.sources, self._request.template.generation)
@@ -225,7 +218,7 @@ class Submitter:
 
         def assess(assumed: Mapping[str, str] | None) -> Existing:
             asked = self._asked(self._sources.digests(kept, generation, assumed))
-            return existing.assess(before, asked, self._request.caller)
+            return existing.assess(before, asked, generation, self._request.caller, by_name=self._by_name)
 
         parts = before.job.identity_parts.items()
         found = assess({name.removeprefix(DATASET): digest for name, digest in parts if name.startswith(DATASET)})
@@ -247,18 +240,20 @@ class Submitter:
         own = Submission(run, job)
         try:
             manifests, queries = self._sources.collect(own, kept, earlier)
-            texts = {name: f"{query} {request.template.generation}".strip() for name, query in queries.items()}
-            asked = self._asked({name: manifest.digest for name, manifest in manifests.items()} | texts)
-            if found and found.decision is Decision.RESUME and not asked.by_name:
+            generation = request.template.generation
+            texts = {name: f"{query} {generation}".strip() for name, query in queries.items()}
+            identity = self._asked({name: manifest.digest for name, manifest in manifests.items()} | texts)
+            if found and found.decision is Decision.RESUME and not self._by_name:
                 # Only now all rows are known.
-                comparison = compare_job(found.job, asked)
+                automatic = existing.is_repeated(found.job, generation)
+                comparison = compare(Identity.of(found.job.identity_parts), identity, automatic=automatic)
                 decision = Decision.RESUME if comparison.same else Decision.FRESH
                 found = replace(found, decision=decision, comparison=comparison)
-            identity = asked.identity
             job = replace(job, identity=identity.digest, identity_parts=dict(identity.parts), queries=queries)
             files = {"payload.pkl": self._payload.data}
-            parts = {"modules.zip": self._payload.modules}
-            parts |= {ARCHIVE: request.code.archive, FILE: to_bytes(manifests) if manifests else None}
+            sent = request.code.sent
+            parts = {"modules.zip": self._payload.modules.zipped, "code.zip": sent[1] if sent else None}
+            parts |= {FILE: to_bytes(manifests) if manifests else None}
             files |= {name: [part] for name, part in parts.items() if part is not None}
             described = {name: _described(own.path(name), content) for name, content in files.items()}
             described |= _describe_arguments(self._payload)
@@ -304,13 +299,15 @@ def record_end(own: Submission, error: BaseException) -> None:
     """Records that a submission has ended by an exception of its caller, unless a driver has begun."""
 
     def record() -> None:
-        what = f"{type(error).__name__}: {error}".rstrip(": ")
-        end: RankZeroError = EngineError(f"the driver could not be started: {what}")
+        what, state = f"{type(error).__name__}: {error}".rstrip(": "), "failed"
+        end = error if isinstance(error, RankZeroError) else EngineError(f"the driver could not be started: {what}")
         if not isinstance(error, Exception):
-            end = RunCancelledError(f"the caller was interrupted by {what} before the driver started")
+            end, state = (
+                RunCancelledError(f"the caller was interrupted by {what} before the driver started"),
+                "cancelled",
+            )
         if own.is_there() and (status := own.status()).driver_pid is None and not status.final:
             # A driver process that has started nevertheless finds the end, and exits.
-            state = "failed" if isinstance(end, EngineError) else "cancelled"
             own.finish(replace(status, state=state, error=end.to_json()))
 
     # A store may raise anything, which must not replace the exception, and one that does not answer must not keep a

@@ -9,7 +9,6 @@ import inspect
 import itertools
 import os
 import re
-import stat
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -23,22 +22,14 @@ from rankzero.values.ref import ResultRef
 MODULE = "-m "
 """Prefix of a ``train`` that names a module to run, as for ``python`` and ``torchrun``."""
 
-COMMAND_FILES_LIMIT = 64 << 20
-"""Most bytes of a file that a command names and that is shipped with it."""
-
 MAX_PARAMS = 200
 """Most arguments of a training that are shown."""
 
 MAX_TEXT = 500
 """Characters to which a value is cut."""
 
-_DEPTH = 4
-
 _BITS = 1024
 """Most bits of an integer that is written out: more digits than Python writes would fail the submission."""
-
-_NAMESPACES = frozenset({"types.SimpleNamespace", "argparse.Namespace", "pydantic.main.BaseModel"})
-"""Classes whose instances, also those of subclasses, keep their settings in ``__dict__``."""
 
 _ASSIGNED = re.compile(r"(?:--(?P<long>[^=]+)|[-+~]*(?P<name>\w[\w.@-]*))=(?P<value>.*)", re.DOTALL)
 """A word of a command line: ``--name=value``, or ``name=value`` as Hydra has it; not the path ``data/day=1``."""
@@ -52,8 +43,7 @@ class Program:
         kind: ``"script"`` for a Python file, ``"module"`` as for ``python -m``, ``"command"`` as for torchrun's
             ``--no-python``.
         target: Absolute path of the script, name of the module, or the program.
-        line: The first words of the command line, of which the first is a command's program. Files that they name by
-            relative paths are shipped with a command.
+        line: The first words of the command line, of which the first is a command's program.
     """
 
     kind: str
@@ -88,24 +78,7 @@ class Program:
         """Returns the payload's fields for ranks."""
         if self.kind == "script":
             return {"kind": self.kind, "path": self.target, "source": self.source()}
-        return {"kind": self.kind} | ({"name": self.target} if self.kind == "module" else {"files": self.files()})
-
-    def files(self) -> dict[int, dict[str, Any]]:
-        """Returns the files of a command, by their position. Raises InvalidJobError if one is too large."""
-        found = {}
-        for position, word in enumerate(self.line):
-            # Like a shell, which searches a program without a slash only on PATH.
-            is_path = not os.path.isabs(word) and (position > 0 or os.sep in word)
-            if is_path and os.path.isfile(word):
-                if (size := os.path.getsize(word)) > COMMAND_FILES_LIMIT:
-                    raise InvalidJobError(
-                        f"{word} holds {size >> 20} MiB, over the limit of {COMMAND_FILES_LIMIT >> 20} MiB "
-                        "for a file that travels with a command: name it by an absolute path that the ranks see"
-                    )
-                with open(word, "rb") as file:
-                    mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-                    found[position] = {"path": os.path.abspath(word), "data": file.read(), "mode": mode}
-        return found
+        return {"kind": self.kind, "name": self.target}
 
 
 def resolve(train: object) -> Any:
@@ -143,8 +116,6 @@ def _command(words: list[Any] | tuple[Any, ...]) -> Program:
     if not words or not all(isinstance(word, (str, os.PathLike)) for word in words):
         raise InvalidJobError(f"train is {words!r}; a command is a list of strings, such as ['bash', 'train.sh']")
     line = tuple(os.fspath(word) for word in words)
-    if os.sep in line[0] and not os.path.isabs(line[0]) and not os.access(line[0], os.X_OK):
-        raise InvalidJobError(f"train={[*line]}: there is no program {line[0]} in {os.getcwd()} that may be executed")
     return Program("command", line[0], line)
 
 
@@ -214,8 +185,7 @@ def params_of(
         env: The ranks' variables. Their secrets are masked, and those of the arguments and of URLs in them.
 
     Returns:
-        Values by name; for a dict, namespace, dataclass or pydantic model among the arguments, each of its values by
-        ``argument.key``.
+        Values by name; for a dict among the arguments, each of its values by ``argument.key``.
 
     Example:
         >>> def train(lr, *, model, token=""): ...
@@ -226,7 +196,10 @@ def params_of(
         named = dict(_of_line([str(word) for word in (*training.line, *args)]))
     else:
         named = bind(training, args, kwargs, all_of=True)
-    flat = dict(_flat(named, "", _DEPTH))
+    flat: dict[str, Any] = {}
+    for name, value in named.items():
+        is_dict = type(value) is dict and value
+        flat |= {f"{name}.{key}": each for key, each in value.items()} if is_dict else {name: value}
     # A secret of one argument may be part of another.
     mask = Mask(secrets_of(env) + secrets_of(flat))
     return {name: _plain(name, value, mask) for name, value in itertools.islice(flat.items(), MAX_PARAMS)}
@@ -278,26 +251,6 @@ def _of_line(words: list[str]) -> Iterator[tuple[str, Any]]:
             number += 1
         else:
             yield word[2:], rest.pop(0) if rest and not rest[0].startswith("--") else True
-
-
-def _flat(values: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if depth and (entries := _entries_of(value)):
-            yield from _flat(entries, f"{name}.", depth - 1)
-        else:
-            yield name, value
-
-
-def _entries_of(value: Any) -> Mapping[Any, Any]:
-    """Returns the settings in a value by name; empty for a value of another kind."""
-    if type(value) is dict:
-        return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, (type, ResultRef)):
-        # A field that its class leaves out of its representation may be a secret.
-        return {each.name: getattr(value, each.name) for each in dataclasses.fields(value) if each.repr}
-    is_namespace = any(f"{cls.__module__}.{cls.__qualname__}" in _NAMESPACES for cls in type(value).__mro__)
-    return dict(vars(value)) if is_namespace else {}
 
 
 def _plain(name: str, value: Any, mask: Mask) -> Any:

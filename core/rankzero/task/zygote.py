@@ -70,13 +70,20 @@ def run(channel: socket.socket, owner: int, notes: Sequence[str] = (), *, prepar
         # The owner may have exited.
         with contextlib.suppress(ConnectionResetError):
             line = lines.readline()
-        if not line.endswith(b"\n"):
+        if not line.endswith(b"\n") or _is_let_go(channel):
             return
         config = json.loads(line)
         config["notes"] += notes
         notes = ()
         if not _run_agent(config, channel, watched):
             return
+
+
+def _is_let_go(channel: socket.socket) -> bool:
+    """Returns True if the owner has let go, which does not wait for long imports: it has another agent by now."""
+    with contextlib.suppress(BlockingIOError):
+        return not channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    return False
 
 
 def _run_agent(config: dict[str, Any], channel: socket.socket, owner: int) -> bool:

@@ -82,8 +82,6 @@ def call(start: Start, fetch: Callable[[str], str], has_worked: Callable[[], boo
             sys.argv = [payload["name"], *line]
             runpy.run_module(payload["name"], run_name="__main__", alter_sys=True)
         else:
-            for position, file in payload["files"].items():
-                line[position] = _place(file["path"], file["data"], position, file["mode"])
             run_command(line)
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
@@ -171,25 +169,22 @@ def _run_script(payload: dict[str, Any], line: list[str], own: int) -> None:
     exec(compile(payload["source"], path, "exec", dont_inherit=True), module.__dict__)
 
 
-def _place(path: str, data: bytes, number: int = 0, mode: int = 0o600) -> str:
+def _place(path: str, data: bytes) -> str:
     """Returns the file's own path if it exists unchanged, so that code finds files beside it; else that of a copy.
 
     Args:
         path: Path of the file where it was submitted.
         data: Its content.
-        number: Number of the file among those of this task, whose base names may be equal.
-        mode: Mode of a copy.
     """
     with contextlib.suppress(OSError), open(path, "rb") as file:
         if file.read() == data:
             return path
-    folder = os.path.join(os.environ["RANKZERO_SCRATCH"], "sent", str(number))
+    folder = os.path.join(os.environ["RANKZERO_SCRATCH"], "sent")
     os.makedirs(folder, exist_ok=True)
     copy = os.path.join(folder, os.path.basename(path))
     temporary = f"{copy}.{os.getpid()}"
     with open(temporary, "wb") as file:
         file.write(data)
-    os.chmod(temporary, mode)
     os.replace(temporary, copy)
     return copy
 

@@ -1,4 +1,4 @@
-"""HorovodRunner, horovod.run, and the names of ``horovod.torch``."""
+"""HorovodRunner and horovod.run."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import rankzero.compat.horovod.torch as hvd
 from rankzero import EngineError, InvalidJobError, Launcher, RunHandle, SparkEngine
 from rankzero.compat.horovod import HorovodRunner, log_to_driver
 from rankzero.compat.horovod import run as horovod_run
@@ -58,7 +57,7 @@ def test_every_door_on_spark(session: Any, capsys: pytest.CaptureFixture[str]) -
     assert horovod_run(lambda: os.environ["RANK"]) == ["0", "1", "2", "3"], "as many as there are slots"
     session.stop()
     for call in (lambda: HorovodRunner(np=2).run(print), lambda: horovod_run(print)):
-        with pytest.raises(EngineError, match=r"needs an active SparkSession: .* for processes on this machine"):
+        with pytest.raises(EngineError, match=r"no active SparkSession: .* for processes on this machine"):
             call()
 
 
@@ -67,10 +66,8 @@ def test_every_door_on_spark(session: Any, capsys: pytest.CaptureFixture[str]) -
     [
         (lambda: HorovodRunner(np=0), "np is 0"),
         (lambda: HorovodRunner(np=1, driver_log_verbosity="none"), "driver_log_verbosity"),
-        (lambda: horovod_run("train.py", np=2), "fn is 'train.py'; give a function"),
         (lambda: horovod_run(len, args=(1, 2), np=2), "do not fit"),
-        (lambda: horovod_run(print, num_proc=2, np=4), "np=4 is not supported"),
-        (lambda: horovod_run(print, np=2, hosts="a:1,b:1"), "hosts='a:1,b:1' is not supported: .*launcher="),
+        (lambda: horovod_run(print, np=2, hosts="a:1,b:1"), "no hosts='a:1,b:1': .*launcher="),
     ],
 )
 def test_bad_arguments_are_refused(call: Any, message: str) -> None:
@@ -93,7 +90,3 @@ def test_values_of_all_ranks_return_though_they_cannot_be_found_by_name(tmp_path
     values = horovod_run(func=local_object, args=(10,), np=2, launcher=launcher, **harmless)
     assert [value() for value in values] == [10, 11]
     assert RunHandle.attach(str(tmp_path / "exchange")).params == {"base": 10}, "the run is of the user's function"
-
-
-def test_every_name_is_there() -> None:
-    assert [name for name in hvd.__all__ if not hasattr(hvd, name)] == []

@@ -26,8 +26,6 @@ def calls() -> None:
     hvd.init()
     rank = hvd.rank()
     one, many = torch.ones(1), torch.ones(1000)
-    with torch.inference_mode():
-        frozen = torch.ones(4)
     shapes = (
         "'allreduce.shape' is not the same on all ranks: rank 0: allreduce Average torch.float32 [2]; "
         "rank 1: allreduce Average torch.float32 [3]"
@@ -42,12 +40,9 @@ def calls() -> None:
         (differs, "of rank 1", lambda: hvd.broadcast(many, rank, name="root")),
         (differs, r"\[2\]", lambda: hvd.allgather(torch.ones(2, 1 + rank), name="tail")),
         (differs, r"process_set \[1\]", lambda: hvd.add_process_set([rank])),
-        (NotImplementedError, "Adasum is not supported", lambda: hvd.allreduce(one, op=hvd.Adasum)),
-        (TypeError, "does not reduce tensors of torch.uint16", lambda: hvd.allreduce(many.to(torch.uint16))),
-        (TypeError, "torch.bool has no average", lambda: hvd.allreduce(one.bool())),
-        (TypeError, "op is hvd.Min.* torch.complex64 ", lambda: hvd.allreduce(many.to(torch.complex64), op=hvd.Min)),
-        (ValueError, "share their memory", lambda: hvd.allreduce_(one.expand(4))),
-        (ValueError, "inference_mode", lambda: hvd.allreduce_(frozen)),
+        (ValueError, "op is 'Adasum'", lambda: hvd.allreduce(one, op=hvd.Adasum)),
+        (TypeError, "complex tensors", lambda: hvd.allreduce(many.to(torch.complex64))),
+        (TypeError, "their parts", lambda: hvd.broadcast_(torch._neg_view(many), 0)),
         (ValueError, "add up to 2 rows", lambda: hvd.alltoall(torch.ones(2), splits=[1, 2])),
         (ValueError, "not a scalar", lambda: hvd.allgather(torch.tensor(1.0))),
         (ValueError, "use hvd.Average or hvd.Sum", lambda: hvd.reducescatter(many, op=hvd.Max)),
@@ -146,7 +141,7 @@ def test_a_rank_that_hangs_is_seen_while_its_peer_waits_for_it_to_shut_down(tmp_
 
 
 def again_and_again() -> Any:
-    """After each kind of failure the same processes shut down, initialize and continue, as a loop by hand does."""
+    """After a failure the same processes shut down, initialize and continue, as a loop by hand does."""
     import threading
 
     import torch
@@ -154,15 +149,9 @@ def again_and_again() -> Any:
     def reduce(name: str, **options: Any) -> Any:
         return hvd.allreduce(torch.ones(300), name=name, **options)
 
-    def raises() -> None:
-        both = [hvd.allreduce_async(torch.ones(300), name=f"{index}") for index in range(100)]
-        if hvd.rank() == 0:
-            hvd.allreduce_async(torch.ones(300), name="own")
-            raise ValueError("no data")
-        assert hvd.synchronize(both)[99][0].item() == 1
-        hvd.barrier()
-
-    def fails() -> None:
+    files = []
+    hvd.init()
+    for _ in range(4):
         with pytest.MonkeyPatch.context() as patch:
             if hvd.rank() == 1:
                 patch.setattr(torch, "cat", None)
@@ -170,32 +159,21 @@ def again_and_again() -> Any:
                 hvd.grouped_allreduce([torch.ones(300)] * 2, name="fused")
             with pytest.raises(hvd.HorovodInternalError, match=re.escape(str(first.value))):
                 reduce("next")
-        raise first.value
-
-    found, files = [], []
-    hvd.init()
-    for kind in (raises, fails) * 3:
-        try:
-            kind()
-        except (ValueError, hvd.HorovodInternalError) as error:
-            found.append(type(error).__name__)
         hvd.shutdown()
         assert not hvd.is_initialized()
         assert "rankzero-horovod" not in [thread.name for thread in threading.enumerate()]
         files.append(len(os.listdir("/proc/self/fd")))
         hvd.init()
         assert reduce("again", op=hvd.Sum)[0].item() == 2
-    assert min(files[4:]) <= max(files[:2]), f"connections stay open: {files}"
+    assert min(files[2:]) <= max(files[:2]), f"connections stay open: {files}"
     torch.distributed.destroy_process_group()
     hvd.shutdown()
     hvd.init()
-    return hvd.allgather_object(found)
+    return hvd.allgather_object(hvd.rank())
 
 
-def test_ranks_continue_after_each_kind_of_failure(tmp_path: Path) -> None:
-    zero, one = Launcher(2, store=tmp_path, env=LIMIT).run(again_and_again)
-    assert zero == ["ValueError", "HorovodInternalError"] * 3
-    assert one == ["StallError", "HorovodInternalError"] * 3
+def test_ranks_continue_after_a_failure(tmp_path: Path) -> None:
+    assert Launcher(2, store=tmp_path, env=LIMIT).run(again_and_again) == [0, 1]
 
 
 PROGRAM = """
@@ -207,12 +185,9 @@ rank = hvd.rank()
 if sys.argv[1] != "exits":
     if rank == 1 and sys.argv[1] == "gradient":
         os.kill(os.getpid(), 9)
-    request = hvd.allreduce_async(torch.ones(1 << 26), name=sys.argv[1])
-    coordinator = hvd.global_process_set.coordinator
-    while rank == 1 and (coordinator._table or not coordinator._users):
-        pass
     if rank == 1:
-        os.kill(os.getpid(), 9)
+        hvd.global_process_set.coordinator._connections.execute = lambda *_: os.kill(os.getpid(), 9)
+    request = hvd.allreduce_async(torch.ones(1 << 26), name=sys.argv[1])
     try:
         request.wait()
     except hvd.HorovodInternalError as error:

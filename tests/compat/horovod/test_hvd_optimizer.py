@@ -15,16 +15,14 @@ from rankzero import Launcher
 
 
 def kinds() -> dict[str, Callable[[Any], Any]]:
-    """Every class of torch.optim but SparseAdam, and options of them."""
+    """Every class of torch.optim but SparseAdam, and L-BFGS, which needs a closure, and options of them."""
     classes = {name: cls for name, cls in vars(torch.optim).items() if isinstance(cls, type)}
     named = {name: functools.partial(cls, lr=0.1) for name, cls in classes.items()}
-    del named["Optimizer"], named["SparseAdam"]
+    del named["Optimizer"], named["SparseAdam"], named["LBFGS"]
     return {
         **named,
         "fused": functools.partial(torch.optim.Adam, lr=0.1, fused=True),
         "tensor lr": functools.partial(torch.optim.SGD, lr=torch.tensor(0.1), momentum=0.9),
-        # Which has gradients before the step, and others by a closure in it.
-        "closure": functools.partial(torch.optim.SGD, lr=0.1),
     }
 
 
@@ -36,20 +34,14 @@ def every_optimizer() -> None:
     def parameters() -> Any:
         return [torch.nn.Parameter(torch.full(shape, 3.0, dtype=torch.float64)) for shape in ((3, 2), (2, 2))]
 
-    def closure(optimizer: Any, given: Any, ranks: list[int]) -> Any:
-        optimizer.zero_grad()
-        loss = sum(loss_of(given, rank) for rank in ranks) / len(ranks)
-        loss.backward()
-        return hvd.allreduce(loss.detach())
-
     for name, make in kinds().items():
         ours, plain = parameters(), parameters()
         wrapped = hvd.DistributedOptimizer(make(ours), [(str(index), one) for index, one in enumerate(ours)])
         sides = (wrapped, ours, [hvd.rank()]), (make(plain), plain, [0, 1])
-        for side in sides * 3:
-            if name != "LBFGS":
-                closure(*side)
-            side[0].step(*[functools.partial(closure, *side)] * (name in ("LBFGS", "closure")))
+        for optimizer, given, ranks in sides * 3:
+            optimizer.zero_grad()
+            (sum(loss_of(given, rank) for rank in ranks) / len(ranks)).backward()
+            optimizer.step()
         for mine, other in zip(ours, plain, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9, msg=name)
 
@@ -84,9 +76,7 @@ def schedulers_and_hooks() -> None:
 
 def parameters_that_come_later() -> None:
     import copy
-    import gc
     import pickle
-    import weakref
 
     rank = hvd.rank()
     model: Any = torch.nn.ModuleList([torch.nn.Linear(2, 1, bias=False) for _ in range(3)])
@@ -117,16 +107,6 @@ def parameters_that_come_later() -> None:
         with pytest.raises(TypeError, match="state_dict"):
             of_object(optimizer)
 
-    last = torch.nn.Linear(2, 1)
-    its_own = hvd.DistributedOptimizer(torch.optim.SGD(last.parameters(), lr=0.1), last.named_parameters())
-    last(torch.ones(1, 2)).sum().backward()
-    its_own.step()
-    weight = weakref.ref(last.weight)
-    del last, its_own
-    hvd.barrier()
-    gc.collect()
-    assert weight() is None, "nothing keeps a model that is no longer used"
-
 
 def layouts_types_and_options() -> None:
     layouts = (torch.channels_last, torch.contiguous_format)
@@ -136,7 +116,6 @@ def layouts_types_and_options() -> None:
         "large": (torch.arange(2.0**19) % 512).view(4, 2, 256, 256).to(memory_format=layouts[hvd.rank()]),
         "scalar": torch.tensor(1.0),
         "empty": torch.empty(0, 3),
-        "complex": torch.ones(40, dtype=torch.complex64),
         "bfloat16": torch.ones(40, dtype=torch.bfloat16),
         "float64": torch.ones(40, dtype=torch.float64),
     }
@@ -196,12 +175,9 @@ def refused() -> None:
             parameter.grad = None
         with pytest.raises(AssertionError, match="'weight.*' was changed on its way"):
             optimizer.step()
-        optimizer.load_state_dict(optimizer.state_dict())
-        optimizer.zero_grad()
     parameter, optimizer = made()
-    with pytest.raises(AssertionError, match="create_graph"):
-        parameter.pow(2).sum().backward(create_graph=True)
-    parameter.grad = None
+    with pytest.raises(TypeError, match=r"step\(closure\)"):
+        optimizer.step(lambda: parameter.sum().backward())
     parameter, optimizer = made(op=hvd.Sum)
     (parameter * (rank + 1)).sum().backward()
     optimizer.synchronize()
@@ -244,32 +220,30 @@ def backward_in_two_threads() -> None:
         assert all(one.grad.unique().tolist() == [1.5] for one in parameters)
 
 
-def clipped() -> None:
-    """Likewise `torch.amp.GradScaler.unscale_` behind `synchronize`."""
-    weight = torch.nn.Parameter(torch.zeros(4))
-    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("weight", weight)])
-    for _ in range(2):
-        optimizer.zero_grad()
-        (weight.sum() * (hvd.rank() + 1)).backward()
-        optimizer.synchronize()
-        assert torch.nn.utils.clip_grad_norm_([weight], 1.0).item() == 3.0
-        with optimizer.skip_synchronize():
-            optimizer.step()
-    assert weight.tolist() == pytest.approx([-1.0] * 4)
-
-
-def scaled() -> None:
-    """A plain `scaler.step`, which reduces first: an overflow on rank 1 skips the step of both."""
+def clipped_and_scaled() -> None:
+    """Behind `synchronize`: an overflow on rank 1 skips the step of both."""
     for fused in (False, True):
-        weight = torch.nn.Parameter(torch.zeros(1 << 20))
+        weight = torch.nn.Parameter(torch.zeros(4))
         plain = torch.optim.SGD([weight], lr=1.0, fused=fused)
         optimizer, scaler = hvd.DistributedOptimizer(plain, [("w", weight)]), torch.amp.GradScaler("cpu", 8.0)
         for factor in (1.0, float("inf"), 1.0):
             optimizer.zero_grad()
             scaler.scale((weight * (factor if hvd.rank() else 1.0) * (hvd.rank() + 1)).sum()).backward()
-            scaler.step(optimizer)
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_([weight], 1.0).item()
+            assert norm == 3.0 or factor != 1.0
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
             scaler.update()
-        assert (weight.unique().tolist(), scaler.get_scale()) == ([-3.0], 4.0)
+        assert (weight.tolist(), scaler.get_scale()) == (pytest.approx([-1.0] * 4), 4.0)
+        scaler.scale(weight.sum()).backward()
+        for is_unscaled in (False, True):
+            if is_unscaled:
+                scaler.unscale_(optimizer)
+            with pytest.raises(AssertionError, match="scaler.unscale_.* before optimizer.synchronize"):
+                scaler.step(optimizer)
+        optimizer.synchronize()
 
 
 def sparse_gradients() -> None:
@@ -313,8 +287,6 @@ def parameters_of_every_kind() -> None:
         model[0].weight.fill_(rank)
     hvd.broadcast_parameters(list(model.parameters()), root_rank=1)
     assert bool((model[0].weight == 1).all())
-    with pytest.raises(ValueError, match="'a' is no tensor with data"):
-        hvd.broadcast_parameters({"a": {}})
     with pytest.raises(hvd.MismatchError, match=r"parameter.a.*rank 0.*\[2\].*rank 1.*\[3\]"):
         hvd.broadcast_parameters({"a": torch.ones(2 + rank)})
 
@@ -328,8 +300,7 @@ def run_all() -> None:
     refused()
     two_models_of_the_same_names()
     backward_in_two_threads()
-    clipped()
-    scaled()
+    clipped_and_scaled()
     sparse_gradients()
     parameters_of_every_kind()
 

@@ -12,8 +12,5 @@ if TYPE_CHECKING:
 
 __all__ = ["HorovodRunner", "log_to_driver", "run"]
 
-__version__ = "0.28.1"
-"""The version of Horovod whose interface this package has."""
-
 # Loaded lazily, since a rank imports this package and launches no run.
 lazy_names(__name__, "runner.HorovodRunner runner.log_to_driver runner.run")

@@ -58,7 +58,7 @@ class HorovodRunner:
         """
         np, engine = self.num_processor, self._launcher.engine if self.num_processor > 0 else None
         if np > 0 and engine is None:
-            engine = _on_spark(f"HorovodRunner(np={np})", np, f"give np=-{np} for processes on this machine").engine
+            engine = _on_spark(np).engine
         launcher = self._launcher.options(num_processes=abs(np), engine=engine)
         return launcher.followed(main, (), kwargs, self._show)[0]
 
@@ -109,22 +109,15 @@ def run(
         >>> run(max, args=(1, 2), np=2)
         [2, 2]
     """
-    fn = options.pop("func", None) if fn is None else fn
-    num_proc = options.pop("np", None) if num_proc is None else num_proc
+    fn, num_proc = options.pop("func", fn), options.pop("np", num_proc)
     if launcher is None:
         is_here = num_proc is not None and active_session() is None
-        otherwise = "give num_proc for processes on this machine"
-        launcher = Launcher() if is_here else _on_spark("horovod.run", num_proc, otherwise)
+        launcher = Launcher() if is_here else _on_spark(num_proc)
     if env := options.pop("env", None):
         launcher = launcher.options(env={**(launcher.env or {}), **env})
     for name, value in options.items():
         if name not in _IGNORED and value not in (None, False):
-            raise InvalidJobError(
-                f"{name}={value!r} is not supported: give rankzero's own options by launcher=Launcher(...), and see "
-                "docs/migrate.md#horovod"
-            )
-    if not callable(fn):
-        raise InvalidJobError(f"fn is {fn!r}; give a function. Launcher runs scripts, too")
+            raise InvalidJobError(f"no {name}={value!r}: give launcher=Launcher(...), see docs/migrate.md#horovod")
     given = {"num_processes": num_proc, "start_timeout": start_timeout}
     launcher = launcher.options(**{name: value for name, value in given.items() if value is not None})
 
@@ -141,14 +134,12 @@ def run(
     return list(launcher.run(call, *args, **(kwargs or {})) or ())
 
 
-def _on_spark(caller: str, num_proc: int | None, otherwise: str) -> Launcher:
-    """Returns a launcher of the active SparkSession: of ``num_proc`` ranks, or of as many as it has slots.
-
-    Raises EngineError, which names the ``caller`` and what to do ``otherwise``, if there is no session.
-    """
+def _on_spark(num_proc: int | None) -> Launcher:
+    """Returns a launcher of ``num_proc`` ranks on the active SparkSession: by default of as many as it has slots."""
     if (session := active_session()) is None:
         raise EngineError(
-            f"{caller} needs an active SparkSession: create one with SparkSession.builder, or {otherwise}"
+            "there is no active SparkSession: create one with SparkSession.builder, or for processes on this machine "
+            "give HorovodRunner np=-2, and run num_proc=2"
         )
     if num_proc is None:
         num_proc = int(session.sparkContext.defaultParallelism)

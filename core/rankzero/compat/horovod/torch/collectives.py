@@ -1,13 +1,17 @@
-"""Collectives of tensors, matched by name. Those with ``async`` in their name return a `Request` to synchronize."""
+"""Collectives, matched by name. Those with ``async`` in their name return a `Request` to synchronize."""
 
 from __future__ import annotations
 
+import functools
+import pickle
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import torch
 
-from rankzero.compat.horovod.torch.operations import AVERAGE, MAX, MIN, PRODUCT, SUM, Meta, Request
+from rankzero.compat.horovod.torch.operations import AVERAGE, MAX, MIN, PRODUCT, SUM, Meta, Request, to_bytes
 from rankzero.compat.horovod.torch.world import ProcessSet
 from rankzero.compat.horovod.torch.world import global_process_set as WORLD
 
@@ -46,12 +50,6 @@ class Compression:
     none, fp16 = Compressor, FP16Compressor
 
 
-_REDUCIBLE = {
-    torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
-    torch.float64, torch.complex64, torch.complex128,
-}  # fmt: skip
-
-
 def poll(handle: Request | Sequence[Request]) -> bool:
     """Returns True if the operations have ended, and their results are in the tensors."""
     return handle.poll() if isinstance(handle, Request) else all(one.poll() for one in handle)
@@ -63,11 +61,9 @@ def synchronize(handle: Request | Sequence[Request]) -> Any:
 
 
 def checked_op(op: str | None, average: bool | None = None, known: Sequence[str] = _OPS) -> str:
-    """Returns the reduction that ``op`` or ``average`` names. Raises ValueError, or NotImplementedError for Adasum."""
+    """Returns the reduction that ``op`` or ``average`` names. Raises ValueError, also for Adasum."""
     if average is not None and op is not None:
         raise ValueError("give op= or average=, not both")
-    if op == Adasum:
-        raise NotImplementedError("op=hvd.Adasum is not supported: use op=hvd.Average, with the learning rate scaled")
     if op not in (None, *known):
         raise ValueError(f"op is {op!r}; use {' or '.join(f'hvd.{each}' for each in known)}")
     return SUM if average is False else op or AVERAGE
@@ -87,14 +83,15 @@ def issue(
     for tensor in tensors:
         if kind in ("allgather", "alltoall", "reducescatter") and not tensor.dim():
             raise ValueError(f"{kind} takes tensors with a first dimension, not a scalar")
+        if tensor.is_complex() or tensor.is_neg():
+            raise TypeError("complex tensors and their parts are not sent: send torch.view_as_real(tensor)")
         # Numbers of rows may differ between ranks.
         shape = tuple(tensor.shape)[1 if kind in ("allgather", "alltoall") else 0 :]
         metas.append(Meta(kind, str(tensor.dtype), shape, *options, tensor.device.type))
     if not metas:
         (nothing := Request(kind, [], [], finish)).end()
         return nothing
-    sent = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
-    return group.coordinator.issue(kind, name, metas, sent, finish, splits)
+    return group.coordinator.issue(kind, name, metas, [tensor.detach() for tensor in tensors], finish, splits)
 
 
 def _of_one(grouped: Callable[..., Any], text: str) -> Callable[..., Any]:
@@ -125,77 +122,33 @@ def _single(request: Request) -> Request:
     return request
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy that may be written to outside of inference mode."""
-    with torch.inference_mode(False), torch.no_grad():
-        return tensor.detach().resolve_conj().resolve_neg().clone()
-
-
-def _writable(tensors: Tensors) -> list[torch.Tensor]:
-    """Returns tensors into which results are written. Raises ValueError if their memory is not their values."""
-    for tensor in tensors:
-        is_shared = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-        if is_shared or tensor.is_conj() or tensor.is_neg():
-            raise ValueError("elements of the tensor share their memory (expand), or are computed (conj): clone() it")
-        if tensor.is_inference() and not torch.is_inference_mode_enabled():
-            raise ValueError("a tensor of torch.inference_mode() can be written to only in that mode: clone() it")
-    return list(tensors)
-
-
 class _Operation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, begin: Callable[..., Request], backward: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-        request = begin(tensors)
-        found, ctx.backward_of, ctx.rows = tuple(request.wait()), backward, request.rows
-        return found
+        ctx.request, ctx.backward_of = begin(tensors), backward
+        found = ctx.request.wait()
+        return tuple(found) if isinstance(found, (list, tuple)) else (found,)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return None, None, *ctx.backward_of(ctx.rows, list(gradients))
+        return None, None, *ctx.backward_of(ctx.request, list(gradients))
 
 
-def _differentiable(begin: Callable[..., Request], backward: Callable[..., Any], tensors: Tensors) -> Any:
-    """Returns the results of an operation, and makes their gradients from its ``rows`` and its results' gradients."""
-    return list(_Operation.apply(begin, backward, *tensors))  # type: ignore[no-untyped-call]
-
-
-def _reduce(
-    kind: str, tensors: Tensors, name: str | None, op: str, before: float, after: float, group: ProcessSet
-) -> Request:
-    for tensor in tensors:
-        # Types that torch reduces wrongly, not at all, or only in small tensors.
-        if tensor.dtype not in _REDUCIBLE:
-            raise TypeError(f"torch does not reduce tensors of {tensor.dtype}: convert it before")
-        if tensor.dtype == torch.bool and op == AVERAGE:
-            raise TypeError("a tensor of torch.bool has no average: use op=hvd.Sum, or another type")
-        if tensor.is_complex() and op in (MIN, MAX, PRODUCT):
-            raise TypeError(f"op is hvd.{op}, which torch does not reduce {tensor.dtype} with: use Sum or Average")
-
-    def finish(request: Request) -> list[torch.Tensor]:
-        """Returns the caller's tensors; of a reducescatter its rows, since an allreduce is faster with gloo."""
-        if kind == "allreduce":
-            return list(tensors)
-        return [tensor.tensor_split(group.size())[group.rank()].clone() for tensor in tensors]
-
-    return issue(kind, _writable(tensors), name, group, finish, (op, 0, float(before), float(after)))
-
-
-def _reduced(kind: str, tensors: Tensors, name: str | None, compression: Any, *options: Any) -> list[torch.Tensor]:
-    """Returns reductions. Their gradients are Horovod's: reduced likewise; of rows the gathered ones."""
-    pairs, (op, before, after, group) = [compression.compress(tensor) for tensor in tensors], options
-
-    def backward(_: Any, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        if kind == "allreduce":
-            return _reduced(kind, gradients, name and f"{name}.gradient", Compression.none, *options)
-        factor = before * after * (group.size() if op == SUM else 1)
-        gathered: list[torch.Tensor] = grouped_allgather(
-            [one * factor for one in gradients], name and f"{name}.gradient", group
-        )
-        return gathered
-
+def _differentiable(
+    begin: Callable[..., Request], backward: Callable[..., Any], tensors: Tensors, compression: Any = Compression.none
+) -> list[Any]:
+    """Returns the results of an operation; ``backward`` makes gradients from its request and its results' gradients."""
+    pairs = [compression.compress(tensor) for tensor in tensors]
     sent = [tensor for tensor, _ in pairs]
-    found = _differentiable(lambda them: _reduce(kind, list(map(_copied, them)), name, *options), backward, sent)
-    return [compression.decompress(tensor, context) for tensor, (_, context) in zip(found, pairs, strict=True)]
+    # autograd takes as long as a small message.
+    has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sent)
+    apply: Any = _Operation.apply if has_gradient else functools.partial(_Operation.forward, SimpleNamespace())
+    found = apply(begin, backward, *sent)
+    return [compression.decompress(one, context) for one, (_, context) in zip(found, pairs, strict=True)]
+
+
+def _scaled(op: str, prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> tuple[str, int, float, float]:
+    return op, 0, float(prescale_factor), float(postscale_factor)
 
 
 def grouped_allreduce_async_(
@@ -208,13 +161,13 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = WORLD,
 ) -> Request:
     """Starts reductions in place, which become ready together; `synchronize` returns the tensors."""
-    op = checked_op(op, average)
-    return _reduce("allreduce", list(tensors), name, op, prescale_factor, postscale_factor, process_set)
+    given, options = list(tensors), _scaled(checked_op(op, average), prescale_factor, postscale_factor)
+    return issue("allreduce", given, name, process_set, lambda _: given, options)
 
 
 def grouped_allreduce_async(tensors: Tensors, *args: Any, **kwargs: Any) -> Request:
     """Starts reductions of several tensors, which become ready together; `synchronize` returns new tensors."""
-    return grouped_allreduce_async_([_copied(tensor) for tensor in tensors], *args, **kwargs)
+    return grouped_allreduce_async_([tensor.detach().clone() for tensor in tensors], *args, **kwargs)
 
 
 allreduce_async_ = _of_one(grouped_allreduce_async_, "Starts a reduction in place; `synchronize` returns the tensor.")
@@ -245,7 +198,11 @@ def grouped_allreduce(
         HorovodInternalError: another rank died.
     """
     options = checked_op(op, average), prescale_factor, postscale_factor, process_set
-    return _reduced("allreduce", tensors, name, compression, *options)
+
+    def backward(_: Request, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        return grouped_allreduce(gradients, None, name and f"{name}.gradient", Compression.none, *options)
+
+    return _differentiable(lambda of: grouped_allreduce_async(of, None, name, *options), backward, tensors, compression)
 
 
 allreduce = _of_one(grouped_allreduce, "Returns the reduction of every rank's tensor; differentiable.")
@@ -255,9 +212,7 @@ def sparse_allreduce_async(
     tensor: torch.Tensor, name: str, op: str = AVERAGE, process_set: ProcessSet = WORLD
 ) -> Request:
     """Starts a reduction of a sparse tensor, whose rows travel; `synchronize`, or a call, returns a sparse tensor."""
-    if op not in (AVERAGE, SUM):
-        raise ValueError(f"a sparse gradient can be averaged or summed, not reduced by {op}")
-    whole = tensor.coalesce()
+    op, whole = checked_op(op, known=(AVERAGE, SUM)), tensor.coalesce()
 
     def finish(request: Request) -> torch.Tensor:
         rows, values = request.tensors
@@ -268,17 +223,19 @@ def sparse_allreduce_async(
 
 
 def grouped_reducescatter_async(
-    tensors: Tensors,
-    name: str | None = None,
-    op: str = AVERAGE,
-    process_set: ProcessSet = WORLD,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
+    tensors: Tensors, name: str | None = None, op: str = AVERAGE, process_set: ProcessSet = WORLD, **scales: float
 ) -> Request:
     """Starts a `grouped_reducescatter`; `synchronize` returns its results."""
-    copies = [_copied(tensor) for tensor in tensors]
-    op = checked_op(op, known=(AVERAGE, SUM))
-    return _reduce("reducescatter", copies, name, op, prescale_factor, postscale_factor, process_set)
+    copies, options = (
+        [tensor.detach().clone() for tensor in tensors],
+        _scaled(checked_op(op, known=(AVERAGE, SUM)), **scales),
+    )
+
+    def finish(_: Request) -> list[torch.Tensor]:
+        """Returns rows of an allreduce, which is faster with gloo."""
+        return [copy.tensor_split(process_set.size())[process_set.rank()].clone() for copy in copies]
+
+    return issue("reducescatter", copies, name, process_set, finish, options)
 
 
 def grouped_reducescatter(
@@ -287,12 +244,21 @@ def grouped_reducescatter(
     compression: Any = Compression.none,
     op: str = AVERAGE,
     process_set: ProcessSet = WORLD,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
+    **scales: float,
 ) -> list[torch.Tensor]:
-    """Returns this rank's rows of the reductions of several tensors; differentiable. The first ranks get the rest."""
-    options = checked_op(op, known=(AVERAGE, SUM)), prescale_factor, postscale_factor, process_set
-    return _reduced("reducescatter", tensors, name, compression, *options)
+    """Returns this rank's rows of the reductions of several tensors; differentiable. The first ranks get the rest.
+
+    ``scales`` are ``prescale_factor`` and ``postscale_factor``.
+    """
+
+    def backward(request: Request, gradients: list[torch.Tensor]) -> Any:
+        """Returns Horovod's gradients: the gathered ones."""
+        meta = request.metas[0]
+        factor = meta.before * meta.after * (process_set.size() if op == SUM else 1)
+        return grouped_allgather([one * factor for one in gradients], name and f"{name}.gradient", process_set)
+
+    begin = lambda of: grouped_reducescatter_async(of, name, op, process_set, **scales)  # noqa: E731
+    return _differentiable(begin, backward, tensors, compression)
 
 
 reducescatter_async = _of_one(grouped_reducescatter_async, "Starts a reduction, of which `synchronize` returns rows.")
@@ -307,10 +273,10 @@ def grouped_allgather_async(tensors: Tensors, name: str | None = None, process_s
 def grouped_allgather(tensors: Tensors, name: str | None = None, process_set: ProcessSet = WORLD) -> Any:
     """Returns the tensors of all ranks, concatenated in the first dimension, which may differ; differentiable."""
 
-    def backward(rows: list[list[int]], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    def backward(request: Request, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """Returns this rank's rows of the average, as in Horovod."""
         averages = grouped_allreduce(gradients, name=name and f"{name}.gradient", process_set=process_set)
-        parts = (torch.split(average, counts) for average, counts in zip(averages, rows, strict=True))
+        parts = (torch.split(average, counts) for average, counts in zip(averages, request.rows, strict=True))
         return [part[process_set.rank()] for part in parts]
 
     return _differentiable(lambda them: grouped_allgather_async(them, name, process_set), backward, tensors)
@@ -320,27 +286,22 @@ allgather_async = _of_one(grouped_allgather_async, "Starts an `allgather`; `sync
 allgather = _of_one(grouped_allgather, "Returns the rows of all ranks, whose numbers may differ; differentiable.")
 
 
-def _begin_alltoall(tensor: torch.Tensor, splits: Splits, name: str | None, group: ProcessSet) -> Request:
-    """Starts an alltoall, whose result is the rows, and how many came from each rank."""
-    size, rows = group.size(), len(tensor)
+def alltoall_async(
+    tensor: torch.Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = WORLD
+) -> Request:
+    """Starts an `alltoall`; `synchronize` returns its result."""
+    size, rows = process_set.size(), len(tensor)
     if splits is None and rows % size:
         raise ValueError(f"alltoall of {rows} rows to {size} ranks needs splits")
     counts = [rows // size] * size if splits is None else [int(count) for count in splits]
     if len(counts) != size or sum(counts) != rows or min(counts, default=0) < 0:
         raise ValueError(f"splits are {counts}; {size} counts are needed that add up to {rows} rows")
 
-    def finish(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
-        return request.tensors[0], torch.tensor(request.rows[0], dtype=torch.int32, device="cpu")
+    def finish(request: Request) -> Any:
+        came = torch.tensor(request.rows[0], dtype=torch.int32, device="cpu")
+        return request.tensors[0] if splits is None else (request.tensors[0], came)
 
-    return issue("alltoall", [tensor], name, group, finish, splits=counts)
-
-
-def alltoall_async(
-    tensor: torch.Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = WORLD
-) -> Request:
-    """Starts an `alltoall`; `synchronize` returns its result."""
-    request = _begin_alltoall(tensor, splits, name, process_set)
-    return _single(request) if splits is None else request
+    return issue("alltoall", [tensor], name, process_set, finish, splits=counts)
 
 
 def alltoall(
@@ -348,30 +309,27 @@ def alltoall(
 ) -> Any:
     """Returns the rows that every rank sends to this one; with ``splits`` also how many. Differentiable."""
 
-    def backward(rows: list[list[int]], gradients: list[torch.Tensor]) -> Any:
-        return [alltoall(gradients[0], rows[0], name and f"{name}.gradient", process_set)[0]]
+    def backward(request: Request, gradients: list[torch.Tensor]) -> Any:
+        return [alltoall(gradients[0], request.rows[0], name and f"{name}.gradient", process_set)[0]]
 
-    found = _differentiable(lambda of: _begin_alltoall(of[0], splits, name, process_set), backward, [tensor])
-    return found[0] if splits is None else tuple(found)
-
-
-def _broadcast(tensor: torch.Tensor, root_rank: int, name: str | None, group: ProcessSet) -> Request:
-    if group.coordinator and root_rank not in group.ranks:
-        raise ValueError(f"root_rank is {root_rank}; the ranks are {group.ranks}")
-    options = "", group.ranks.index(root_rank), 1.0, 1.0
-    return issue("broadcast", _writable([tensor]), name, group, lambda _: [tensor], options)
+    begin = lambda of: alltoall_async(of[0], splits, name, process_set)  # noqa: E731
+    found = _Operation.apply(begin, backward, tensor)  # type: ignore[no-untyped-call]
+    return found[0] if splits is None else found
 
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = WORLD
 ) -> Request:
     """Starts a broadcast into the tensor; `synchronize` returns it."""
-    return _single(_broadcast(tensor, root_rank, name, process_set))
+    if process_set.coordinator and root_rank not in process_set.ranks:
+        raise ValueError(f"root_rank is {root_rank}; the ranks are {process_set.ranks}")
+    options = "", process_set.ranks.index(root_rank), 1.0, 1.0
+    return issue("broadcast", [tensor], name, process_set, lambda _: tensor, options)
 
 
 def broadcast_async(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Request:
     """Starts a broadcast; `synchronize` returns a new tensor."""
-    return broadcast_async_(_copied(tensor), *args, **kwargs)
+    return broadcast_async_(tensor.detach().clone(), *args, **kwargs)
 
 
 broadcast_ = _waited(broadcast_async_, "Copies the tensor of ``root_rank`` into the given tensor, and returns it.")
@@ -380,11 +338,11 @@ broadcast_ = _waited(broadcast_async_, "Copies the tensor of ``root_rank`` into 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = WORLD) -> Any:
     """Returns the tensor of ``root_rank`` on every rank. Its gradient is the average on the root, elsewhere zero."""
 
-    def backward(_: Any, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    def backward(_: Request, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         average = allreduce(gradients[0], name=name and f"{name}.gradient", process_set=process_set)
         return [average if WORLD.rank() == root_rank else torch.zeros_like(average)]
 
-    return _differentiable(lambda of: _broadcast(_copied(of[0]), root_rank, name, process_set), backward, [tensor])[0]
+    return _differentiable(lambda of: broadcast_async(of[0], root_rank, name, process_set), backward, [tensor])[0]
 
 
 def barrier(process_set: ProcessSet = WORLD) -> None:
@@ -395,3 +353,24 @@ def barrier(process_set: ProcessSet = WORLD) -> None:
 def join(device: int = -1) -> int:
     """Adds zeros to other ranks' reductions until all ranks have joined. Returns the rank that joined last."""
     return WORLD.coordinator.join()
+
+
+def broadcast_object(
+    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = WORLD
+) -> Any:
+    """Returns an object of one rank, on every rank."""
+    is_root, name = WORLD.rank() == root_rank, name or "broadcast_object"
+    data = _packed(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
+    length = int(broadcast_(torch.tensor([len(data)], device="cpu"), root_rank, f"{name}.size", process_set))
+    data = broadcast_(data if is_root else data.new_empty(length), root_rank, f"{name}.data", process_set)
+    return obj if is_root else pickle.loads(to_bytes(data))
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = WORLD) -> list[Any]:
+    """Returns every rank's object, in the order of ranks."""
+    request = allgather_async(_packed(obj), name or "allgather_object", process_set)
+    return [pickle.loads(to_bytes(part)) for part in torch.split(request.wait(), request.rows[0])]
+
+
+def _packed(obj: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8)

@@ -17,9 +17,9 @@ import queue
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,18 +47,6 @@ _OF_NUMBERS: dict[str, Callable[[list[float]], float]] = {
 }  # fmt: skip
 
 
-class _Issued(NamedTuple):
-    """The announcement of an operation by a rank.
-
-    ``metas`` are `Meta`, as plain tuples. ``number`` is the value of a number that is to be reduced, which needs no
-    further message. An operation that shares its memory with another one in any rank is executed ``alone``.
-    """
-
-    metas: Sequence[tuple[Any, ...]]
-    number: float | None
-    alone: bool
-
-
 class Coordinator:
     """The thread of a process set. It is a daemon, but `close` joins it before Python finalizes.
 
@@ -75,19 +63,19 @@ class Coordinator:
         self._timeout, self._warn_after, self._warned = timeout, warn_after, 0.0
         self._store = distributed_c10d.PrefixStore(f"rankzero/hvd/{number}", distributed_c10d._get_default_store())
         self._connections = Connections(self._store, self.rank, self.ranks, timeout + 10 * TICK)
+        self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        """What callers have issued; None at the end."""
         if self.rank < 0:
             return
         self._error: Exception | None = None
-        self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        """What callers have issued; None at the end."""
         self._lock = threading.Lock()
         self._calls: dict[str, int] = {}
         self._mine: dict[str, Request] = {}
         """The operations of this rank that have not ended."""
-        self._users: weakref.WeakValueDictionary[int, Request] = weakref.WeakValueDictionary()
-        """The operation that this rank has announced last on each memory."""
-        self._table: dict[str, dict[int, _Issued]] = {}
-        """The operations that are not ready, with the ranks that have issued them; the same on all ranks."""
+        self._memory: set[int] = set()
+        """Addresses of the tensors that are reduced in place."""
+        self._table: dict[str, dict[int, tuple[Sequence[Meta], float | None]]] = {}
+        """The operations that are not ready, with what each rank has announced; the same on all ranks."""
         self._ended: set[int] = set()
         self._has_ended, self._quiet_since = False, 0.0
         self._runs = threading.Lock()
@@ -98,8 +86,7 @@ class Coordinator:
     def issue(self, kind: str, name: str | None, *args: Any) -> Request:
         """Gives a `Request` to the thread; its name is the user's, or the number of the call without a name.
 
-        Raises ValueError if this rank is not a member, or if an operation of this name is not complete, and
-        HorovodInternalError if an earlier operation has failed.
+        Raises ValueError for no member, and for a name or memory in use, HorovodInternalError after a failure.
         """
         if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} is no member of the process set of ranks {self.ranks}")
@@ -107,17 +94,18 @@ class Coordinator:
             if name is None:
                 self._calls[kind] = self._calls.get(kind, 0) + 1
                 name = f"noname.{self._calls[kind]}"
-        request = Request(f"{kind}.{name}", *args)
-        for tensor in request.tensors:
-            self._device = tensor.device if tensor.is_cuda else self._device
-        with self._lock:
+            request = Request(f"{kind}.{name}", *args)
+            self._device = next((tensor.device for tensor in request.tensors if tensor.is_cuda), self._device)
             if self._error is not None:
                 raise type(self._error)(*self._error.args) from self._error
             if not self._thread.is_alive():
                 raise HorovodInternalError("a process that a rank has forked takes no part in its operations")
             if request.name in self._mine:
                 raise ValueError(f"{request.name!r} was issued again before it has ended: wait, or use another name")
+            if not self._memory.isdisjoint(request.memory):
+                raise ValueError(f"{request.name!r} has a tensor that is still being reduced: wait for that first")
             self._mine[request.name] = request
+            self._memory |= request.memory
             self._queue.put(request)
         return request
 
@@ -131,8 +119,7 @@ class Coordinator:
 
     def end(self) -> None:
         """Announces that this rank issues no more operations; those for which others still wait fail there."""
-        if self.rank >= 0:
-            self._queue.put(None)
+        self._queue.put(None)
 
     def close(self) -> None:
         """Waits until all ranks have ended or one has failed, and closes the connections."""
@@ -142,7 +129,8 @@ class Coordinator:
                 self._thread.join()
         self._connections.close(is_failed=False)
 
-    @torch.no_grad()
+    # In which the tensors of each mode can be written to.
+    @torch.inference_mode()
     def _run(self) -> None:
         try:
             while self._cycle():
@@ -168,21 +156,17 @@ class Coordinator:
         """Returns what has failed, in this rank or in others. The store has each rank's account of it."""
         is_lost = isinstance(error, RuntimeError) and "gloo" in str(error)
         mine = "" if is_lost else f"rank {self.ranks[self.rank]} failed: {type(error).__name__}: {error}"
-        others, accounts = {rank for rank in range(self.size) if rank != self.rank}, [mine]
-        try:
-            self._store.set(f"account/{self.rank}", mine)
-            deadline = time.monotonic() + ROLL_CALL()
-            while is_lost and others and time.monotonic() < deadline:
-                found = {rank for rank in others if self._store.check([f"account/{rank}"])}
-                accounts += [self._store.get(f"account/{rank}").decode() for rank in sorted(found)]
-                others -= found
-                time.sleep(0.0 if found else 0.05)
-        except RuntimeError:
-            # Rank 0 has the store.
-            others = {at for at in others if self.ranks[at] == 0}
-        what = "; ".join(filter(None, accounts))
-        if not what:
-            what = f"rank {[self.ranks[rank] for rank in sorted(others)]} has died" if others else str(error)
+        # Rank 0 has the store.
+        keys, accounts, silent = [f"account/{rank}" for rank in range(self.size)], [mine], [0]
+        with contextlib.suppress(RuntimeError):
+            self._store.set(keys[self.rank], mine)
+            if is_lost:
+                with contextlib.suppress(RuntimeError):
+                    self._store.wait(keys, timedelta(seconds=ROLL_CALL()))
+                found = [key for key in keys if self._store.check([key])]
+                silent = [rank for rank, key in zip(self.ranks, keys, strict=True) if key not in found]
+                accounts = [self._store.get(key).decode() for key in found]
+        what = "; ".join(filter(None, accounts)) or (f"rank {silent} has died" if silent else str(error))
         waits = ", ".join([repr(name) for name in list(self._mine)[:5]])
         return f"{what}, while rank {self.ranks[self.rank]} waited for {waits or 'others'}"
 
@@ -190,30 +174,27 @@ class Coordinator:
         """Returns what callers have issued; waits for it as long as this rank's state allows."""
         quiet = time.monotonic() - self._quiet_since if self._quiet_since else 0.0
         timeout = min(quiet / 10, PAUSE + quiet / 1000, TICK) if self._mine or self._has_ended else TICK
-        found: list[Request] = []
+        found: list[Request | None] = []
         with contextlib.suppress(queue.Empty):
             while True:
-                one = self._queue.get(timeout > 0, timeout or None)
+                found.append(self._queue.get(timeout > 0, timeout or None))
                 timeout = 0.0
-                if one is None:
-                    self._has_ended = True
-                else:
-                    found.append(one)
-        return found
+        self._has_ended = self._has_ended or None in found
+        return [one for one in found if one is not None]
 
     def _cycle(self) -> bool:
         """Exchanges a message, and executes what is ready. Returns False once all ranks have ended."""
         issued, now = self._receive(), time.monotonic()
         # A rank may join long before the last one does.
         stalled = [one.since for one in list(self._mine.values()) if one.name in self._table.keys() - {JOIN}]
-        announced = [(one.name, *self._announced(one)) for one in issued]
+        announced = [(one.name, one.metas, one.number()) for one in issued]
         message = self._has_ended, now - min(stalled, default=now) > self._timeout, announced
         found = [pickle.loads(each) for each in self._connections.gather(pickle.dumps(message))]
         for rank, (has_ended, _, operations) in enumerate(found):
             if has_ended:
                 self._ended.add(rank)
             for name, *facts in operations:
-                self._table.setdefault(name, {})[rank] = _Issued(*facts)
+                self._table.setdefault(name, {})[rank] = facts
         if any(is_expired for _, is_expired, _ in found):
             lacking = [self._lacking(name) for name in sorted(self._table.keys() - {JOIN})]
             raise StallError(f"for {self._timeout:g} s {'; '.join(lacking[:5])}")
@@ -223,28 +204,22 @@ class Coordinator:
             self._warn(now)
         return len(self._ended) < self.size
 
-    def _announced(self, request: Request) -> _Issued:
-        alone = any(one and self._mine.get(one.name) is one for one in map(self._users.get, request.memory))
-        self._users.update(dict.fromkeys(request.memory, request))
-        number = request.tensors[0].item() if request.metas[0].is_number() and not alone else None
-        return _Issued([tuple(meta) for meta in request.metas], number, alone)
-
     def _execute(self) -> None:
         """Executes operations that all ranks have issued, or have joined or ended without."""
         away = self._ended | self._table.get(JOIN, {}).keys()
-        together, alone = list[Request](), list[Request]()
+        ready: list[Request] = []
         for name, of in list(self._table.items()):
             if len(of) < self.size and len(of.keys() | (self._ended if name == JOIN else away)) < self.size:
                 continue
             del self._table[name]
-            request, error, first = self._mine.get(name), self._refusal(name, of), of[min(of)]
+            request, error = self._mine.get(name), self._refusal(name, of)
             if request is None and error is None:
                 # This rank has joined.
-                metas = [Meta(*each) for each in first.metas]
+                metas, _ = of[min(of)]
                 request = Request(name, metas, [meta.zeros(self._device) for meta in metas])
-            numbers = [one.number for one in of.values() if one.number is not None]
             if request is None:
                 continue
+            numbers = [of[rank][1] for rank in sorted(of)]
             if error is not None:
                 self._end(request, error)
             elif name == JOIN:
@@ -252,20 +227,18 @@ class Coordinator:
                 self._calls.clear()
                 request.rows.append(list(of))
                 self._end(request)
-            elif len(numbers) == self.size:
-                self._reduce(request, [of[rank].number or 0.0 for rank in range(self.size)])
+            elif len(numbers) == self.size and None not in numbers:
+                self._reduce(request, numbers)
             else:
-                (alone if any(one.alone for one in of.values()) else together).append(request)
-        for batch in (together, *([one] for one in alone)):
-            self._connections.execute(batch, self._end)
+                ready.append(request)
+        self._connections.execute(ready, self._end)
 
-    def _reduce(self, request: Request, numbers: Sequence[float]) -> None:
+    def _reduce(self, request: Request, numbers: Sequence[Any]) -> None:
         """Reduces the numbers of all ranks, which each has received, in the same order on each."""
         meta, tensor = request.metas[0], request.tensors[0]
         found = _OF_NUMBERS[meta.op]([number * meta.before for number in numbers]) * meta.after
-        with torch.inference_mode(tensor.is_inference()):
-            # As with several elements, a number that is too large for the type is infinite.
-            tensor.copy_(torch.tensor(found, dtype=torch.float64, device="cpu"))
+        # As with several elements, a number that is too large for the type is infinite.
+        tensor.copy_(torch.tensor(found, dtype=torch.float64, device="cpu"))
         self._end(request)
 
     def _end(self, request: Request, error: Exception | None = None) -> None:
@@ -273,27 +246,26 @@ class Coordinator:
         with self._lock:
             request.end(error)
             self._mine.pop(request.name, None)
+            self._memory -= request.memory
 
-    def _refusal(self, name: str, of: dict[int, _Issued]) -> Exception | None:
+    def _refusal(self, name: str, of: dict[int, Any]) -> Exception | None:
         """Returns the error of an operation that differs between ranks, or that some lack; None if it is executed."""
-        first, *others = (one.metas for one in of.values())
+        first, *others = (metas for metas, _ in of.values())
         if any(other != first for other in others):
-            gave = {rank: ", ".join(str(Meta(*meta)) for meta in of[rank].metas) for rank in sorted(of)}
-            parts = "; ".join(f"rank {self.ranks[rank]}: {metas}" for rank, metas in gave.items())
+            gave = {self.ranks[rank]: ", ".join(map(str, of[rank][0])) for rank in sorted(of)}
+            parts = "; ".join(f"rank {rank}: {metas}" for rank, metas in gave.items())
             return MismatchError(f"{name!r} is not the same on all ranks: {parts}")
         missing = [rank for rank in range(self.size) if rank not in of]
         if gone := [self.ranks[rank] for rank in missing if rank in self._ended]:
             has = [self.ranks[rank] for rank in sorted(of)]
             return StallError(f"{name!r} was issued by rank {has}, but rank {gone} has ended without it")
-        metas = [Meta(*each) for each in first] if missing else []
-        if all(meta.kind == "barrier" or meta.op in (SUM, AVERAGE) for meta in metas):
+        if not missing or all(meta.kind == "barrier" or meta.op in (SUM, AVERAGE) for meta in first):
             return None
         joined = [self.ranks[rank] for rank in missing]
-        return MismatchError(f"{name!r}: rank {joined} has joined, which only sums and averages allow: {metas[0]}")
+        return MismatchError(f"{name!r}: rank {joined} has joined, which only sums and averages allow: {first[0]}")
 
     def _lacking(self, name: str) -> str:
-        issued = self._table.get(name, {})
-        has = [rank for at, rank in enumerate(self.ranks) if at in issued]
+        has = [self.ranks[at] for at in sorted(self._table[name])]
         lacks = [rank for rank in self.ranks if rank not in has]
         return f"{name!r} was issued by rank {has}, but rank {lacks} has not"
 

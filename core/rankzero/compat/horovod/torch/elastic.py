@@ -18,11 +18,8 @@ from torch.utils.data import Sampler
 import rankzero.train as rt
 from rankzero.compat.horovod.torch import world
 from rankzero.compat.horovod.torch.collectives import barrier
-from rankzero.compat.horovod.torch.functions import broadcast_state
-from rankzero.compat.horovod.torch.world import init, shutdown
+from rankzero.compat.horovod.torch.optimizer import broadcast_state
 from rankzero.train.context import await_checkpoint
-
-__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "init", "run", "shutdown"]
 
 _numbers = itertools.count(1)
 """Numbers of the states of this process, which are made in the same order in each attempt."""
@@ -95,12 +92,6 @@ class ObjectState:
         """Registers functions to call when the world may have changed, before the training resumes."""
         self._reset_callbacks.extend(callbacks)
 
-    def on_reset(self) -> None:
-        """Calls `reset` and the registered functions."""
-        self.reset()
-        for callback in self._reset_callbacks:
-            callback()
-
     def reset(self) -> None:
         """Adapts a subclass to a world that may have changed; does nothing by default."""
 
@@ -147,25 +138,23 @@ class ObjectState:
             return
         self._parts = kept["parts"]
         self.restore()
-        self.on_reset()
+        for adapt in (self.reset, *self._reset_callbacks):
+            adapt()
 
     def _states(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in self._parts}
-        return {name: value.state_dict() if _has_state(value) else value for name, value in values.items()}
+        return {
+            name: value.state_dict() if hasattr(value, "load_state_dict") else value for name, value in values.items()
+        }
 
     def _load(self, states: Mapping[str, Any]) -> None:
         for name, state in states.items():
-            if _has_state(value := getattr(self, name)):
+            if hasattr(value := getattr(self, name), "load_state_dict"):
                 value.load_state_dict(state)
-            elif isinstance(value, torch.Tensor) and isinstance(state, torch.Tensor):
-                # That of another rank, or of a checkpoint, is on the CPU.
-                setattr(self, name, state.to(value.device))
             else:
-                setattr(self, name, state)
-
-
-State = ObjectState
-"""Horovod's name of the class of all states."""
+                # A tensor of another rank, or of a checkpoint, is on the CPU.
+                are_tensors = isinstance(value, torch.Tensor) and isinstance(state, torch.Tensor)
+                setattr(self, name, state.to(value.device) if are_tensors else state)
 
 
 class TorchState(ObjectState):
@@ -175,19 +164,15 @@ class TorchState(ObjectState):
         super().__init__(**kwargs, model=model, optimizer=optimizer)
 
 
-def _has_state(value: object) -> bool:
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-
-
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates ``train(state, ...)`` to start from the last commit of an earlier attempt.
 
-    A failure ends the attempt. With ``max_restarts`` the next attempt starts from the last ``state.commit()``, with
-    whatever number of ranks it has. Without ``max_restarts``, which is the default, a failure ends the run.
+    A failure ends the attempt. If ``max_restarts`` allows another one (the default is 0), that starts from the last
+    ``state.commit()``, with whatever number of ranks it has.
     """
 
     @functools.wraps(function)
-    def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(state: ObjectState, *args: Any, **kwargs: Any) -> Any:
         state.resume()
         state.sync()
         return function(state, *args, **kwargs)

@@ -49,10 +49,6 @@ class StallError(HorovodInternalError, TimeoutError):
     """
 
 
-class HostsUpdatedInterrupt(RuntimeError):
-    """Horovod raises it when its world changes. It is never raised here, since a world lasts for an attempt."""
-
-
 class Meta(NamedTuple):
     """The properties of an operation that must be equal on all ranks."""
 
@@ -64,11 +60,6 @@ class Meta(NamedTuple):
     before: float = 1.0
     after: float = 1.0
     device: str = "cpu"
-
-    def is_number(self) -> bool:
-        """Returns True for the reduction of a number, such as a loss, which travels in the message with its name."""
-        is_one = self.dtype in ("torch.float32", "torch.float64") and math.prod(self.shape) == 1
-        return is_one and self.kind == "allreduce" and self.device == "cpu"
 
     def zeros(self, gpu: torch.device) -> torch.Tensor:
         """Returns the zeros that a rank which has joined adds to a sum, on its GPU if the others' are on theirs."""
@@ -87,20 +78,16 @@ class Request:
 
     The coordinator's thread writes results into the tensors, or replaces them, and calls `end`. ``rows`` has the number
     of rows that came from each rank, for each gathered tensor. ``splits`` are the rows for each rank in an alltoall.
-    ``finish`` makes the caller's result, once. ``memory`` has the addresses of the tensors' storages.
+    ``finish`` makes the caller's result, once. ``memory`` has the addresses of tensors that are reduced in place.
     """
 
     def __init__(
-        self,
-        name: str,
-        metas: Sequence[Meta],
-        tensors: Sequence[torch.Tensor],
-        finish: Callable[[Request], Any] | None = None,
-        splits: Sequence[int] = (),
+        self, name: str, metas: Sequence[Meta], tensors: Sequence[torch.Tensor], finish: Any = None, splits: Any = ()
     ) -> None:
         self.name, self.metas, self.splits = name, tuple(metas), list(splits)
-        self.tensors, self.finish, self.since = list(tensors), finish, time.monotonic()
-        self.memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self.finish: Callable[[Request], Any] | None = finish
+        self.tensors, self.since = list(tensors), time.monotonic()
+        self.memory = {tensor.data_ptr() for tensor in tensors if metas[0].kind == "allreduce" and tensor.numel()}
         self.rows: list[list[int]] = []
         self.has_ended = False
         self._events = _record(self.tensors)
@@ -115,6 +102,12 @@ class Request:
             self._events = _record(self.tensors)
         self._error, self.has_ended = error, True
         self._waits.release()
+
+    def number(self) -> float | None:
+        """Returns the number to reduce, such as a loss, which travels in the message with its name; else None."""
+        meta = self.metas[0]
+        is_one = math.prod(meta.shape) == 1 and meta.dtype in ("torch.float32", "torch.float64")
+        return self.tensors[0].item() if is_one and meta.kind == "allreduce" and meta.device == "cpu" else None
 
     def await_tensors(self) -> None:
         """Makes the current stream of a GPU wait for the tensors, and keeps their memory until it has used them."""
@@ -174,8 +167,8 @@ class Connections:
     def close(self, is_failed: bool) -> None:
         """Closes the connections, so that no rank waits for this one.
 
-        gloo joins its threads when nothing refers to the group any more. They end before Python finalizes, since one
-        that frees a tensor of Python after that aborts the process ("terminate called without an active exception").
+        gloo joins its threads when nothing refers to its group. One that frees a tensor after Python has finalized
+        aborts the process ("terminate called without an active exception").
         """
         self.gloo = None
         accelerated, self._accelerated = self._accelerated, None
@@ -231,15 +224,12 @@ class Connections:
     def _reduce(self, parts: list[tuple[Meta, torch.Tensor]]) -> Callable[[], None]:
         meta, tensors = parts[0][0], [tensor for _, tensor in parts]
         is_one = len(tensors) == 1 and tensors[0].is_contiguous()
-        mode = torch.inference_mode(any(tensor.is_inference() for tensor in tensors))
-        with mode:
-            flat = tensors[0].view(-1) if is_one else torch.cat([tensor.reshape(-1) for tensor in tensors])
-            _scale(flat, meta.before, 1)
-            options, sent = dist.AllreduceOptions(), torch.view_as_real(flat) if flat.is_complex() else flat
+        flat = tensors[0].view(-1) if is_one else torch.cat([tensor.reshape(-1) for tensor in tensors])
+        _scale(flat, meta.before, 1)
+        options = dist.AllreduceOptions()
         options.reduceOp = getattr(dist.ReduceOp, "SUM" if meta.op == AVERAGE else meta.op.upper())
-        work = self._group(flat).allreduce([sent], options)
+        work = self._group(flat).allreduce([flat], options)
 
-        @mode
         def finish() -> None:
             work.wait()
             _scale(flat, meta.after, self.size if meta.op == AVERAGE else 1)
@@ -255,7 +245,6 @@ class Connections:
         options.rootRank, data = request.metas[0].root, _bytes(tensor)
         work = self._group(data).broadcast([data], options)
 
-        @torch.inference_mode(tensor.is_inference())
         def finish() -> None:
             work.wait()
             if data.data_ptr() != tensor.data_ptr():
@@ -275,7 +264,8 @@ class Connections:
             request.rows.append(rows)
             mine = _bytes(tensor) if request.splits else _bytes(tensor).repeat(self.size)
             row = math.prod(tensor.shape[1:]) * tensor.element_size()
-            output = tensor.new_empty((sum(rows), *tensor.shape[1:]))
+            with torch.inference_mode(False):
+                output = tensor.new_empty((sum(rows), *tensor.shape[1:]))
             arriving, leaving = [count * row for count in rows], [count * row for count in splits[number]]
             work = self._group(mine).alltoall_base(_bytes(output), mine, arriving, leaving)
 
@@ -304,15 +294,13 @@ def _fused(requests: Sequence[Request]) -> Iterator[list[tuple[Meta, torch.Tenso
 
 def _scale(flat: torch.Tensor, factor: float, divisor: int) -> None:
     """Scales in place. Integers are scaled in float64 and cut off once."""
-    if flat.is_floating_point() or flat.is_complex():
+    if flat.is_floating_point():
         if divisor > 1:
             flat.div_(divisor)
         if factor != 1.0:
             flat.mul_(factor)
-    elif factor != 1.0:
+    elif factor != 1.0 or divisor > 1:
         flat.copy_(flat.double() * factor / divisor)
-    elif divisor > 1:
-        flat.div_(divisor, rounding_mode="trunc")
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:

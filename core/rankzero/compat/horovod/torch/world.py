@@ -68,10 +68,10 @@ _process = 0
 """torch's process group, and the process, when this process became a rank."""
 
 
-def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+def init(*, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Makes this process a rank, and creates torch's process group if there is none. A second call does nothing.
 
-    ``comm`` is None or all ranks, anything else a ValueError. ``process_sets`` are sets as for `add_process_set`.
+    ``process_sets`` are sets as for `add_process_set`.
     """
     global _world, _process
     if is_initialized():
@@ -80,10 +80,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     shutdown()
     rt.ensure_process_group()
     _world, _process = dist.group.WORLD, os.getpid()
-    everybody = list(range(dist.get_world_size()))
-    if comm is not None and (not isinstance(comm, (list, tuple)) or sorted(comm) not in ([], everybody)):
-        raise ValueError(f"comm is {comm!r}; MPI communicators are not supported: use hvd.add_process_set(ranks)")
-    global_process_set.ranks = everybody
+    global_process_set.ranks = list(range(dist.get_world_size()))
     global_process_set._open(0)
     at_return(shutdown)
     for process_set in () if isinstance(process_sets, str) else process_sets or ():
