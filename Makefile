@@ -1,4 +1,4 @@
-.PHONY: demo test test-fast durations setup lint types unit bench faults soak crash-points test-matrix test-python test-frameworks locks reference docs release clean
+.PHONY: demo test test-fast durations setup lint types unit bench faults crash-points test-matrix test-python test-frameworks locks reference docs release clean
 
 LOCK = constraints/$(shell .venv/bin/python -c 'import sys; print("{}.{}".format(*sys.version_info))').txt
 
@@ -45,11 +45,6 @@ bench: setup
 # What `make test` leaves out: each behaviour with other engines, stores, sizes and faults. Runs every night.
 faults: setup
 	.venv/bin/python -m pytest -m soak
-
-# Trainings, hurt at random for half an hour; FAULTS, MINUTES and SEED may be given.
-soak: setup
-	.venv/bin/python -m tests.faults.soak --faults $(or $(FAULTS),200) --minutes $(or $(MINUTES),30) \
-		$(if $(SEED),--seed $(SEED))
 
 # Kills a process at each operation of each scenario: POINTS="--scenario run --sample 100", POINTS="--store s3"; or answers
 # requests to an S3 server wrongly: POINTS="--answers".

@@ -5,7 +5,7 @@ import pytest
 from rankzero import InvalidJobError, Launcher, bounds
 from rankzero.agent import supervise
 from rankzero.channel import connection, server
-from rankzero.driver import attempt, commits, hangs, places, watch
+from rankzero.driver import attempt, hangs, places, storage, watch
 from rankzero.run import lease
 from rankzero.store import leftovers
 from rankzero.submit import durable
@@ -71,13 +71,13 @@ def test_who_cancels_a_run_waits_longer_than_its_driver_takes_to_record_its_end(
     # Connections are read to their end in both the cancel and the close of an attempt.
     closes = 2 * server.LAST_READ_TIMEOUT() + places.SESSION_CLOSE_TIMEOUT()
     # A store is asked who wants the end: by the last read that had begun, and by another one.
-    asks = 2 * watch.REASON_TIMEOUT()
+    asks = watch.REASON_TIMEOUT()
     assert stops + closes + asks < bounds.CANCEL_TIMEOUT()
     assert durable.OWNER_LEASE() < bounds.CANCEL_TIMEOUT()
 
 
 def test_a_rank_waits_for_its_checkpoints_as_long_as_the_driver_tries_to_store_them() -> None:
-    assert commits.CHECKPOINT_RETRY_TIMEOUT() < bounds.CHECKPOINT_COMMIT_TIMEOUT() < leftovers.UNFINISHED_AFTER()
+    assert storage.CHECKPOINT_RETRY_TIMEOUT() < bounds.CHECKPOINT_COMMIT_TIMEOUT() < leftovers.UNFINISHED_AFTER()
 
 
 def test_a_lease_outlasts_the_renewals_that_its_follower_may_miss() -> None:

@@ -10,20 +10,28 @@ from tests.conftest import until
 from tests.runs import submitted
 
 from rankzero import CheckpointConfig, store
-from rankzero.driver.commits import Committer
+from rankzero.channel.messages import Part
+from rankzero.driver.ending import Facts
+from rankzero.driver.storage import Storage
 from rankzero.run.checkpoints import Manifest, list_committed
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import RunDirectory, Submission
+
+
+def storage_of(own: Submission, attempt: int = 0, world_size: int = 1, num_to_keep: int | None = 1) -> Storage:
+    """The storage of an attempt."""
+    facts, config = Facts(world_size, own.run.directory), CheckpointConfig(num_to_keep=num_to_keep)
+    return Storage(own, attempt, config, facts, own.path("result"))
 
 
 class Commits:
-    """A committer whose store fails once, and what came of what it was given."""
+    """A storage whose store fails once, and what came of what it was given."""
 
     def __init__(
         self,
         directory: Path,
         monkeypatch: pytest.MonkeyPatch,
         world_size: int = 1,
-        config: CheckpointConfig | None = None,
+        num_to_keep: int | None = None,
     ) -> None:
         self.directory = directory
         self._committed: list[int] = []
@@ -40,21 +48,22 @@ class Commits:
         monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
 
         self._gate = threading.Event()
-        self.committer = Committer(self.own, 0, world_size, config or CheckpointConfig())
+        assert self.own.claim_driver()
+        self.storage = storage_of(self.own, 0, world_size, num_to_keep)
         # Everything else waits behind it.
-        self.committer.do(self._gate.wait)
+        self.storage.submit(self._gate.wait)
 
     def add(self, index: int, rank: int = 0, *, sharded: bool = False) -> None:
         folder = Path(self.own.path("checkpoints", f"0000-{index:06d}"))
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"rank-{rank}.json"
         file.write_text("{}")
-        part: dict[str, Any] = {"file": file.name, "format": "json", "size": 2, "sha256": ""}
-        facts = {"id": folder.name, "index": index, "time": 0.0, "metrics": {}, "sharded": sharded}
-        self.committer.add(rank, facts | part)
+        facts: dict[str, Any] = {"path": str(file), "shared": True, "time": 0.0, "metrics": {}, "sharded": sharded}
+        facts |= {"file": file.name, "format": "json", "size": 2, "sha256": ""}
+        self.storage.add_part(rank, Part(id=folder.name, index=index, **facts))
 
     def _poll(self) -> None:
-        for settled in self.committer.settled():
+        for settled in self.storage.settled():
             if isinstance(settled, Manifest):
                 self._committed.append(settled.index)
             else:
@@ -78,12 +87,12 @@ class Commits:
 
     def on_disk(self) -> list[int]:
         """Returns the committed checkpoints that are left, once everything that was queued is done."""
-        until(lambda: not self.committer.is_busy, 60.0, "an idle committer")
+        until(lambda: not self.storage.is_busy, 60.0, "an idle committer")
         return [manifest.index for manifest in list_committed([self.own.directory])]
 
     def finish(self) -> None:
         self._gate.set()
-        self.committer.close(60.0)
+        self.storage.close(60.0)
 
 
 @pytest.fixture
@@ -93,7 +102,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commits:
 
 def test_the_last_checkpoint_is_tried_again_whatever_else_waits(work: Commits) -> None:
     work.add(0)
-    work.committer.sweep()
+    work.storage.end("")
     work.finish()
     assert (work.committed, work.lost) == ([0], [])
 
@@ -107,29 +116,28 @@ def test_a_whole_checkpoint_is_committed_whatever_another_rank_gives(
         work.add(0, rank, sharded=rank == 1)
     work.finish()
     assert (work.committed, work.lost) == ([0], [])
+    assert "on every rank or on none" in str(work.storage.facts.refusal)
 
 
 def test_a_sharded_checkpoint_waits_for_all_parts_until_a_later_one_is_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = Commits(tmp_path, monkeypatch, world_size=2)
     work.open()
     for index in range(8):
-        assert (caplog.messages == []) is (index < 3)
         work.add(index, 0, sharded=True)
     # The late rank gives the same number of parts, one by one, and one of them is lost.
     work.add(1, 1, sharded=True)
     work.await_commit(1)
-    work.committer.lose(4)
+    work.storage.lose(4)
     work.add(4, 1, sharded=True)
     work.add(5, 1, sharded=True)
     work.await_commit(5)
     assert (work.committed, work.lost) == ([1, 5], [4])
+    work.storage.end("")
     work.finish()
     found = sorted(int(file.parent.name[-1]) for file in Path(work.own.path("checkpoints")).glob("*/rank-*"))
-    assert found == [1, 1, 5, 5, 6, 7]
-    assert work.committer.has_rest
-    assert sum("rank 1 gave no part of them" in message for message in caplog.messages) == 1
+    assert found == [1, 1, 5, 5]
 
 
 def test_a_checkpoint_gives_way_to_a_newer_one(work: Commits) -> None:
@@ -152,14 +160,14 @@ def test_a_checkpoint_that_ranks_may_read_is_kept_until_there_are_no_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may be reading it, since the message about the one that replaces it is on its way."""
-    work = Commits(tmp_path, monkeypatch, config=CheckpointConfig(num_to_keep=1))
+    work = Commits(tmp_path, monkeypatch, num_to_keep=1)
     work.open()
-    assert work.committer.newest() is None
+    assert work.storage.begin()[0] is None
     for index, kept in enumerate([[0], [0, 1], [1, 2]]):
         work.add(index)
         work.await_commit(index)
         assert work.on_disk() == kept
-    work.committer.release()
+    work.storage.end("")
     assert work.on_disk() == [2]
     work.finish()
 
@@ -167,7 +175,7 @@ def test_a_checkpoint_that_ranks_may_read_is_kept_until_there_are_no_ranks(
 def test_ranks_are_told_of_checkpoints_in_their_order(work: Commits) -> None:
     """To a rank, all checkpoints up to one that is lost or committed are either."""
     work.add(0)
-    work.committer.lose(1)
+    work.storage.lose(1)
     assert (work.committed, work.lost) == ([], [])
     work.open()
     work.await_commit(0)
@@ -177,9 +185,9 @@ def test_ranks_are_told_of_checkpoints_in_their_order(work: Commits) -> None:
 
 def test_a_commit_that_ends_after_its_attempt_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next attempt starts from the checkpoint before; the one that comes too late has lost its parts by then."""
-    work = Commits(tmp_path, monkeypatch, config=CheckpointConfig(num_to_keep=1))
+    work = Commits(tmp_path, monkeypatch, num_to_keep=1)
     work.open()
-    assert work.committer.newest() is None
+    assert work.storage.begin()[0] is None
     work.add(0)
     work.await_commit(0)
     is_written, may_write, write_bytes = threading.Event(), threading.Event(), store.write_bytes
@@ -192,9 +200,8 @@ def test_a_commit_that_ends_after_its_attempt_removes_nothing(tmp_path: Path, mo
     monkeypatch.setattr(store, "write_bytes", write)
     work.add(1)
     assert is_written.wait(60.0)
-    work.committer.release()
-    work.committer.close(0.0)
-    resumed = Committer(RunDirectory(str(tmp_path)).current(), 1, 1, CheckpointConfig(num_to_keep=1)).newest()
+    work.storage.close(0.0)
+    resumed = storage_of(RunDirectory(str(tmp_path)).current(), 1).begin()[0]
     assert resumed is not None
     assert resumed.index == 0
     # An object store needs no folder.
@@ -215,11 +222,11 @@ def test_a_checkpoint_with_damaged_files_is_skipped_and_named(
     file = Path(work.own.directory) / "checkpoints" / "0000-000001" / "rank-0.json"
     for damage in (lambda: file.write_bytes(b""), file.unlink):
         damage()
-        later = Committer(work.own, 1, 1, CheckpointConfig(num_to_keep=1))
-        newest = later.newest()
+        later = storage_of(work.own, 1)
+        newest = later.begin()[0]
         assert newest
         assert newest.id == "0000-000000"
-        later.release()
+        later.end("")
         later.close(60.0)
         assert "checkpoint 0000-000001 is not used" in caplog.text
         assert sorted(store.list_names(str(Path(work.own.directory) / "checkpoints"))) == ["0000-000000", "0000-000001"]
@@ -246,11 +253,16 @@ def test_files_of_the_user_beside_the_checkpoints_stay_and_are_not_read(work: Co
         (place / "0000-000002").mkdir(exist_ok=True)
         (place / "0000-000002" / file).write_text("not committed")
 
-    later = Committer(work.own, 1, 1, CheckpointConfig(num_to_keep=1))
-    newest = later.newest()
-    later.release()
+    beside = [".env", "value-0.of-gold.txt"]
+    for file in (f".writing-{'0a' * 8}", ".committing-12.json", ".upload-rank-0-value", "value-0.json", *beside):
+        Path(work.own.path("result", file)).write_text("not the value")
+
+    later = storage_of(work.own, 1)
+    newest = later.begin()[0]
+    later.end("")
     later.close(60.0)
     assert newest
     assert newest.id == "0000-000001"
+    assert sorted(store.list_names(work.own.path("result"))) == beside
     assert [manifest.id for manifest in list_committed([work.own.directory])] == ["0000-000001"]
     assert set(place.rglob("*")) == mine, "one that is not kept, and one that was not committed, are removed"

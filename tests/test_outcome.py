@@ -7,8 +7,7 @@ import pytest
 from rankzero import EngineError, RankZeroError, ResultError, ResultRef, RunCancelledError, WorkerFailedError
 from rankzero.channel.messages import Failed
 from rankzero.driver import ending
-from rankzero.driver.ending import Facts, Failure, Verdict
-from rankzero.driver.roster import Member
+from rankzero.driver.ending import Facts, Failure, Member, Verdict
 from rankzero.errors import KILLED, LOST, MATCHED, PREEMPTED
 
 REF = ResultRef("/store/value-0.json", "json", "0" * 64, 4)
@@ -21,7 +20,7 @@ def facts(num_processes: int = 2) -> Facts:
 
 
 def member(task: int, why: str | None = None, cause: str = LOST) -> Member:
-    found = Member(task, f"host-{task}", "a", f"name-{task}", "3.11.7", [], 1)
+    found = Member(task, f"host-{task}", "a", f"name-{task}", "3.11.7", [], 1, first_rank=task)
     if why:
         found.leave(why, cause)
     return found
@@ -41,11 +40,12 @@ def judged(
     if in_window and not ending.is_certain(known):
         return None
     stacks = {rank: f"stack of {rank}" for rank in range(known.num_processes)} if stacks is None else stacks
-    return ending.judge(known, gone or [], explain, stacks)
+    error = known.engine_error or RuntimeError("the agents ended")
+    return ending.judge(known, gone or [], explain(error) if known.engine_ended else None, stacks)
 
 
 def failed(known: Facts, rank: int, **details: Any) -> bool:
-    return known.note_failure(Failure(rank, "a", Failed(0.0, **details), f"host-{rank}", len(known.failures)))
+    return known.note_failure(Failure(rank, "a", f"host-{rank}", Failed(0.0, **details)))
 
 
 def test_success_is_every_ranks_end_and_rank_0s_value() -> None:
@@ -54,13 +54,6 @@ def test_success_is_every_ranks_end_and_rank_0s_value() -> None:
     assert judged(known) is None
     known.note_stored(REF, [None])
     assert judged(known) == Verdict(success=(REF, [None]))
-
-
-def test_what_was_given_up_is_no_success_whatever_still_comes() -> None:
-    known = facts(1)
-    known.is_given_up = True
-    known.note_stored(REF, [None])
-    assert judged(known) is None
 
 
 def test_the_value_alone_is_no_success() -> None:
@@ -168,25 +161,9 @@ def left(cause: str) -> Member:
     return member(1, "it got SIGTERM", cause)
 
 
-@pytest.mark.parametrize(
-    ("details", "gone", "blamed"),
-    [
-        ({"signal": "SIGKILL"}, [], "host-0"),
-        ({"signal": "SIGTERM"}, [], None),
-        ({"exception_type": "ValueError"}, [], None),
-        (None, [left(LOST)], "host-1"),
-        (None, [left(PREEMPTED)], None),
-        # The peers of a lost host fail only because of it.
-        ({"exception_type": "E", "collateral": True}, [left(LOST)], "host-1"),
-    ],
-)
-def test_the_host_of_the_cause_is_blamed_unless_it_was_preempted_or_the_code_is_at_fault(
-    details: dict[str, Any] | None, gone: list[Member], blamed: str | None
-) -> None:
-    known = facts()
-    if details:
-        failed(known, 0, **details)
-    verdict = judged(known, gone)
+@pytest.mark.parametrize(("cause", "blamed"), [(LOST, "host-1"), (PREEMPTED, None)])
+def test_the_host_of_a_lost_agent_is_blamed_unless_it_was_preempted(cause: str, blamed: str | None) -> None:
+    verdict = judged(facts(), [left(cause)])
     assert verdict
     assert verdict.blamed == blamed
 
@@ -264,3 +241,32 @@ def test_no_report_takes_back_that_a_run_was_cancelled() -> None:
     known, verdict = facts(), Verdict(error=RunCancelledError("it was cancelled"))
     failed(known, 1, exception_type="KeyError")
     assert ending.settled(verdict, known) is verdict
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "for_one_host", "found"),
+    [
+        ("127.0.0.1", "127.0.0.1", True, ["127.0.0.1"]),
+        ("127.0.0.1", "10.0.0.1", False, ["10.0.0.1"]),
+        ("localhost", "localhost", False, ["localhost"]),
+        ("a", "10.0.0.1", False, ["a", "10.0.0.1"]),
+    ],
+)
+def test_where_others_reach_an_agent(host: str, address: str, for_one_host: bool, found: list[str]) -> None:
+    assert Member(0, host, address, "a", "3.11.7", [], 1).addresses(for_one_host=for_one_host) == found
+
+
+@pytest.mark.parametrize(
+    ("python", "gpus", "use_gpu", "why"),
+    [
+        ("3.11.7", [], False, None),
+        ("3.11.0rc1", ["0", "1"], True, None),
+        ("3.12.1", [], False, "point spark.pyspark.python to a Python 3.11"),
+        ("3.1.7", [], False, "runs Python 3.1.7"),
+        ("3.11.7", ["0"], True, "was given the GPUs ['0'] for 2 ranks"),
+        ("3.11.7", ["0"], False, None),
+    ],
+)
+def test_who_cannot_run_ranks_of_the_job(python: str, gpus: list[str], use_gpu: bool, why: str | None) -> None:
+    found = Member(0, "a", "a", "a", python, gpus, 2).why_unfit("3.11", use_gpu)
+    assert (found is None) if why is None else (why in str(found))

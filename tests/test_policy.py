@@ -8,43 +8,28 @@ import pytest
 from tests.runs import job
 
 from rankzero import errors
-from rankzero.channel.messages import Failed
+from rankzero.channel.messages import Failed, Stack
 from rankzero.driver import ending, policy
 from rankzero.driver.ending import Failure
+from rankzero.driver.hangs import HangWatch
 from rankzero.driver.policy import GROWTH_TIMEOUT
 from rankzero.run import observer
 from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.status import RunStatus
 
 
-def failure(rank: int, host: str, order: int, **facts: Any) -> Failure:
-    return Failure(rank, host, Failed(0.0, **facts), order=order)
+def failure(rank: int, host: str, **facts: Any) -> Failure:
+    return Failure(rank, host, host, Failed(0.0, **facts))
 
 
-RAISED = failure(1, "b", 1, exception_type="ValueError", message="bad")
-ECHO = failure(0, "a", 0, exception_type="RuntimeError", message="Connection closed by peer", collateral=True)
-KILLED = failure(2, "c", 2, signal="SIGKILL", log_tail=["last lines"])
-
-
-@pytest.mark.parametrize(
-    ("failures", "cause"),
-    [
-        ([RAISED], RAISED),
-        ([ECHO], ECHO),
-        ([ECHO, RAISED], RAISED),
-        ([ECHO, KILLED], KILLED),
-        ([RAISED, KILLED], RAISED),
-        ([KILLED, RAISED, ECHO], RAISED),
-    ],
-)
-def test_the_first_cause_is_the_earliest_that_is_no_echo(failures: list[Failure], cause: Failure) -> None:
-    assert ending.first_cause(failures) is cause
+RAISED = failure(1, "b", exception_type="ValueError", message="bad")
+ECHO = failure(0, "a", exception_type="RuntimeError", message="Connection closed by peer", collateral=True)
+KILLED = failure(2, "c", signal="SIGKILL", log_tail=["last lines"])
 
 
 def test_equal_failures_are_grouped_and_consequences_are_marked() -> None:
     echoes = [
-        failure(rank, "a", rank, exception_type="E", message=f"peer {rank} is lost", collateral=True)
-        for rank in (0, 3, 2)
+        failure(rank, "a", exception_type="E", message=f"peer {rank} is lost", collateral=True) for rank in (0, 3, 2)
     ]
     assert ending.group_others([RAISED, *echoes], RAISED) == ["ranks 0, 2, 3: E: peer 0 is lost (a consequence)"]
 
@@ -60,11 +45,11 @@ def test_ranks_are_named_in_runs(ranks: list[int], name: str) -> None:
 def test_the_message_leads_with_rank_host_and_cause() -> None:
     facts = ending.Facts(9, "/store/run")
     for one in (KILLED, replace(KILLED, rank=5), replace(KILLED, rank=6), RAISED):
-        facts.note_failure(replace(one, order=len(facts.failures)))
+        facts.note_failure(one)
     text = str(ending.failed(facts, {}).error)
     assert text.startswith("rank 2 on c failed: killed by SIGKILL (often the kernel's out-of-memory killer)")
     assert "  last lines" in text
-    assert "The same failure: ranks 5, 6" in text
+    assert "Then failed:\n  ranks 5, 6: the same\n" in text
     assert "rank 1: ValueError: bad" in text
     assert text.endswith("\nLogs of all ranks: rankzero logs /store/run")
 
@@ -73,13 +58,13 @@ def test_the_message_leads_with_rank_host_and_cause() -> None:
     ("failure", "cause"),
     [
         (RAISED, None),
-        (failure(0, "a", 0, exit_code=9), errors.LOST),
-        (failure(0, "a", 0, exception_type="SystemExit", message="3", exit_code=3), None),
-        (failure(0, "a", 0, message="it closed the connection to its agent", exit_code=1), None),
-        (failure(0, "a", 0, exception_type="rankzero.errors.RetryableError", retryable=True), errors.RETRYABLE),
+        (failure(0, "a", exit_code=9), errors.LOST),
+        (failure(0, "a", exception_type="SystemExit", message="3", exit_code=3), None),
+        (failure(0, "a", message="it closed the connection to its agent", exit_code=1), None),
+        (failure(0, "a", exception_type="rankzero.errors.RetryableError", retryable=True), errors.RETRYABLE),
         (KILLED, errors.KILLED),
-        (failure(0, "a", 0, signal="SIGSEGV"), errors.KILLED),
-        (failure(0, "a", 0, signal="SIGTERM"), errors.PREEMPTED),
+        (failure(0, "a", signal="SIGSEGV"), errors.KILLED),
+        (failure(0, "a", signal="SIGTERM"), errors.PREEMPTED),
         (ECHO, errors.LOST),
     ],
 )
@@ -113,13 +98,24 @@ ELSEWHERE = 'File "train.py", line 7 in load'
 
 
 def test_a_hang_names_who_had_not_joined_and_shows_equal_stacks_once() -> None:
-    error = ending.hung(5.0, {0: COLLECTIVE, 1: ELSEWHERE, 2: COLLECTIVE}, [], "/store/run")
+    hangs = HangWatch(3)
+    hangs.begin(0.0)
+    hangs.stacks |= {rank: Stack(ELSEWHERE if rank == 1 else COLLECTIVE) for rank in range(3)}
+    found = hangs.find(1e6, 5.0, frozenset())
+    assert found
+    error = ending.hung(found[0], hangs.texts, found[1], "/store/run")
     text = str(error)
     assert error.missing == [1]
     assert "rank 1 had not joined the collective in which ranks 0, 2 waited" in text
     assert text.index("rank 1 stood at:") < text.index("ranks 0, 2 stood at:")
     assert text.count("all_reduce") == 1
-    assert ending.hung(5.0, {0: ELSEWHERE, 1: ELSEWHERE}, [], "/store/run").missing == [], "no rank waits"
+    hangs.stacks = dict.fromkeys(range(3), Stack(ELSEWHERE))
+    assert hangs.find(1e6, 5.0, frozenset()) == (found[0], []), "no rank waits"
+
+
+@pytest.mark.parametrize(("hosts", "order"), [("a", [0]), ("abab", [0, 2, 1, 3]), ("ba", [0, 1]), ("aba", [0, 2, 1])])
+def test_ranks_are_numbered_host_by_host(hosts: str, order: list[int]) -> None:
+    assert policy.order_tasks(list(hosts)) == order
 
 
 @pytest.mark.parametrize(
@@ -192,14 +188,8 @@ def test_an_elastic_attempt_leaves_its_ranks_time_to_start(
 @pytest.mark.parametrize(
     ("slots", "least", "most", "words"),
     [
-        (
-            1,
-            2,
-            2,
-            "offers 1 of the 2 task slots that this run needs at the same time (1 missing) after 31 s",
-        ),
-        (0, 2, 8, "offers 0 of the 2 to 8 task slots that this run needs at the same time (2 missing)"),
-        (5, 2, 8, "offers 5 of the 2 to 8 task slots that this run needs at the same time (3 more would be used)"),
+        (1, 2, 2, "offers 1 of the 2 task slots that this run needs at the same time, after 31 s"),
+        (0, 2, 8, "offers 0 of the 2 to 8 task slots that this run needs at the same time"),
     ],
 )
 def test_what_is_waited_for_is_said(slots: int, least: int, most: int, words: str) -> None:
@@ -218,8 +208,8 @@ def test_why_an_attempt_has_not_started_is_said(tasks: list[int], ranks: list[in
     assert words in policy.starting_message(4, tasks, ranks)
 
 
-MATCHED = failure(3, "d", 0, exception_type="RuntimeError", message="CUDA error 700", matched="CUDA error")
-SAME = replace(MATCHED, report=replace(MATCHED.report, message="CUDA error 9"), order=1)
+MATCHED = failure(3, "d", exception_type="RuntimeError", message="CUDA error 700", matched="CUDA error")
+SAME = replace(MATCHED, report=replace(MATCHED.report, message="CUDA error 9"))
 
 
 @pytest.mark.parametrize(
@@ -233,8 +223,8 @@ SAME = replace(MATCHED, report=replace(MATCHED.report, message="CUDA error 9"), 
         # Nobody knows whose fault that was.
         ([ECHO], None),
         ([RAISED], None),
-        ([failure(2, "c", 0, exception_type="RetryableError", retryable=True)], None),
-        ([failure(2, "c", 0, signal="SIGTERM")], None),
+        ([failure(2, "c", exception_type="RetryableError", retryable=True)], None),
+        ([failure(2, "c", signal="SIGTERM")], None),
         # The same on two hosts is the code's fault; on one host of several ranks it is that host's.
         (
             [MATCHED, replace(SAME, rank=4, host="e")],

@@ -26,14 +26,14 @@ NATIVE = ""
 @pytest.mark.parametrize(
     ("stack", "waits", "words"),
     [
-        (ALL_REDUCE, True, "waits in all_reduce, train.py:12 in train"),
-        (BACKWARD, True, "waits in _engine_run_backward, train.py:12 in train"),
-        (HVD, True, "waits in wait, train.py:12 in train"),
-        (DOOR, False, "is in train, train.py:12 in train"),
-        (SAVE, False, "is in write, train.py:12 in train"),
-        (EVALUATE, False, "is in forward, train.py:12 in train"),
-        (USER, False, "is in train, train.py:12 in train"),
-        (NATIVE, False, "runs native code"),
+        (ALL_REDUCE, True, "waits in a collective, train.py:12 in train"),
+        (BACKWARD, True, "waits in a collective, train.py:12 in train"),
+        (HVD, True, "waits in a collective, train.py:12 in train"),
+        (DOOR, False, "works, train.py:12 in train"),
+        (SAVE, False, "works, train.py:12 in train"),
+        (EVALUATE, False, "works, train.py:12 in train"),
+        (USER, False, "works, train.py:12 in train"),
+        (NATIVE, False, "works"),
     ],
 )
 def test_only_a_rank_within_a_collective_waits(stack: str, waits: bool, words: str) -> None:
@@ -56,10 +56,8 @@ def watch(
         if hangs.must_look(now):
             cpu = None if cpu_per_second is None else now * cpu_per_second
             hangs.stacks[0] = Stack(stacks[int(now // RETURNED_NOTICE()) % len(stacks)], cpu)
-            hangs.note_look(now)
-            if not hangs.has_reported:
-                told.append(hangs.notice(now))
-        if hangs.waits_for_returned(now):
+            told += filter(None, [hangs.look(now)])
+        if hangs.find(now, None, frozenset()):
             return told, now
         now += 0.5
     return told, 0.0
@@ -68,7 +66,7 @@ def watch(
 def test_a_rank_that_waits_for_one_that_has_returned_is_told_of_and_then_hangs() -> None:
     told, hung_at = watch([ALL_REDUCE])
     assert told == [
-        "rank 1 has returned, without other progress for 30 s: rank 0 waits in all_reduce, train.py:12 in train"
+        "rank 1 returned, without other progress for 30 s: rank 0 waits in a collective, train.py:12 in train"
     ]
     assert RETURNED_HANG() <= hung_at < RETURNED_HANG() + RETURNED_NOTICE()
 
@@ -97,12 +95,12 @@ def test_a_rank_that_returns_or_moves_on_while_its_stack_is_requested_does_not_h
     hangs.on_beat(0, 0, 0.0)
     hangs.on_return(1, 0.0)
     hangs.stacks[0] = Stack(ALL_REDUCE, 0.0)
-    hangs.note_look(RETURNED_NOTICE())
+    hangs.look(RETURNED_NOTICE())
     now = RETURNED_HANG()
-    assert hangs.waits_for_returned(now)
+    assert hangs.find(now, None, frozenset())
     hangs.on_return(0, now) if meanwhile == "returns" else hangs.on_beat(0, 1, now)
-    hangs.note_look(now + 1.0)
-    assert not hangs.waits_for_returned(now + 1.0)
+    hangs.look(now + 1.0)
+    assert not hangs.find(now + 1.0, None, frozenset())
 
 
 def test_nothing_is_told_while_there_is_progress_or_before_or_after_the_return() -> None:

@@ -11,7 +11,7 @@ from tests.s3 import S3Server
 from rankzero import RunHandle
 from rankzero.driver import recorder as recorders
 from rankzero.driver.recorder import Recorder
-from rankzero.driver.watch import Inbox, Watch
+from rankzero.driver.watch import Watch
 from rankzero.masking import Mask
 from rankzero.pipeline import Follower, LineWritten
 from rankzero.run.directory import Submission
@@ -81,7 +81,7 @@ def test_a_day_of_64_ranks_costs_less_than_50_000_requests_to_write_and_20_000_t
     run: Submission, fast: None, s3_server: S3Server
 ) -> None:
     recorder = Recorder(run, Mask())
-    watch = Watch(run, recorder, Inbox(), leased=True)
+    watch = Watch(run, recorder, leased=True)
     recorder.update(state="running")
     handle = RunHandle.attach(run.run.directory)
     follower = Follower(handle)

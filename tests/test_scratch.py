@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from rankzero.driver.storage import Scratch
+from rankzero.driver.storage import scratch_directory
 from rankzero.task.scratch import ABANDONED_AFTER, make_scratch, remove_abandoned
 
 DRIVER = """
 import sys
-from rankzero.driver.storage import Scratch
-own = Scratch()
-print(own.path, flush=True)
-sys.stdin.read()
+from rankzero.driver.storage import scratch_directory
+with scratch_directory() as own:
+    print(own, flush=True)
+    sys.stdin.read()
 """
 
 
@@ -43,11 +43,10 @@ def test_what_a_killed_driver_left_goes_with_the_next_one(tmp_path: Path, monkey
         for path in (left, used):
             grow_old(path)
         begun = Path(make_scratch(str(tmp_path), "rankzero-driver-"))
-        own = Scratch()
-        assert sorted(os.listdir(tmp_path)) == sorted([used.name, begun.name, os.path.basename(own.path)])
-        own.remove()
+        with scratch_directory() as own:
+            assert sorted(os.listdir(tmp_path)) == sorted([used.name, begun.name, os.path.basename(own)])
         assert (used / "value").exists()
-        assert not os.path.exists(own.path)
+        assert not os.path.exists(own)
     finally:
         for process in (killed, living):
             process.kill()

@@ -98,7 +98,7 @@ def test_a_store_is_cleared_of_unfinished_files_and_of_no_others(tmp_path: Path)
     """Names that only resemble those of rankzero are a user's."""
     left = [
         *(".writing-0123456789abcdef", ".rankzero-probe-0123abcd", ".committing-12.json"),
-        *(".upload-0-value", ".upload-0-checkpoint-1-0", ".upload-1-finished-0"),
+        *(".upload-rank-0-value", ".upload-0000-000001-rank-1.torch"),
     ]
     others = [
         "essay.writing",

@@ -13,7 +13,7 @@ from tests.runs import submitted
 
 from rankzero import RunCancelledError
 from rankzero.driver.recorder import Recorder
-from rankzero.driver.watch import Inbox, Watch
+from rankzero.driver.watch import Watch
 from rankzero.masking import Mask
 from rankzero.run.directory import Submission
 
@@ -23,33 +23,36 @@ def run(tmp_path: Path) -> Submission:
     return submitted(str(tmp_path / "one"), orphan_timeout=0.05)
 
 
-async def ended(watch: Watch, inbox: Inbox, meanwhile: Callable[[], object] = lambda: None) -> RunCancelledError:
+async def ended(watch: Watch, meanwhile: Callable[[], object] = lambda: None) -> RunCancelledError:
     """The error with which a watch ends a run."""
-    inbox.attach()
-    following = asyncio.create_task(watch.follow())
+    starting = asyncio.create_task(watch.start())
     await asyncio.to_thread(meanwhile)
+    await starting
     async with asyncio.timeout(60):
-        await following
+        while not watch.is_called_off():
+            await watch.wait(0.1)
+    watch.end()
     with pytest.raises(RunCancelledError) as raised:
         watch.check()
     return raised.value
 
 
 @pytest.mark.parametrize("cause", ["lease", "signal", "request", "silent"])
-def test_an_end_without_a_stored_request_is_noted_by_the_driver(run: Submission, cause: str) -> None:
-    """The file of a request shows other tries that the run ends."""
-    inbox, noted = Inbox(), []
+@pytest.mark.parametrize("drives", [True, False])
+def test_an_end_is_noted_by_the_driver_for_other_tries(run: Submission, cause: str, drives: bool) -> None:
     recorder = Recorder(run, Mask())
-    watch = Watch(run, recorder, inbox, leased=cause == "lease", note_cancelling=lambda: noted.append(True))
+    if drives:
+        recorder.note_thread()
+    watch = Watch(run, recorder, leased=cause == "lease")
     if cause == "signal":
-        inbox.interrupt("the driver got SIGTERM")
+        watch.interrupt("the driver got SIGTERM")
     if cause == "request":
         run.request_cancel()
     if cause == "silent":
         # The store does not answer the process that cancels the run.
-        inbox.cancel()
-    error = asyncio.run(ended(watch, inbox))
-    assert bool(noted) == (cause != "request")
+        watch.cancel()
+    error = asyncio.run(ended(watch))
+    assert recorder.status.cancelling is drives
     assert error.requested == (cause in ("request", "silent"))
 
 
@@ -71,28 +74,28 @@ class SlowStore(Submission):
 
 def test_a_request_counts_that_is_stored_while_an_earlier_read_is_under_way(run: Submission) -> None:
     """Else the error lacks the reason of the request."""
-    slow, inbox = SlowStore(run), Inbox()
-    watch = Watch(slow, Recorder(run, Mask()), inbox, leased=False)
+    slow = SlowStore(run)
+    watch = Watch(slow, Recorder(run, Mask()), leased=False)
 
     def cancel() -> None:
         assert slow.has_read.wait(60)
         run.request_cancel(reason="a user ended it")
-        inbox.cancel()
+        watch.cancel()
         slow.may_reply.set()
 
-    assert "cancelled on request: a user ended it" in str(asyncio.run(ended(watch, inbox, cancel)))
+    assert "cancelled on request: a user ended it" in str(asyncio.run(ended(watch, cancel)))
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False])
 def test_a_store_that_hangs_delays_no_end(run: Submission, is_cancelled: bool) -> None:
-    slow, inbox = SlowStore(run), Inbox()
-    watch = Watch(slow, Recorder(run, Mask()), inbox, leased=False)
+    slow = SlowStore(run)
+    watch = Watch(slow, Recorder(run, Mask()), leased=False)
 
     def end() -> None:
         assert slow.has_read.wait(60)
-        inbox.cancel() if is_cancelled else inbox.interrupt("the driver got SIGTERM")
+        watch.cancel() if is_cancelled else watch.interrupt("the driver got SIGTERM")
 
     try:
-        assert asyncio.run(ended(watch, inbox, end)).requested == is_cancelled
+        assert asyncio.run(ended(watch, end)).requested == is_cancelled
     finally:
         slow.may_reply.set()

@@ -12,14 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from tests.conftest import until
-from tests.runs import submitted
 
 import rankzero.train as rt
 from rankzero import CheckpointConfig, InvalidJobError, Launcher, ResultError, Table, WorkerFailedError, store
 from rankzero.data.columns import Ragged
-from rankzero.data.table import file_of
-from rankzero.driver.storage import remove_leftovers, remove_values
-from rankzero.driver.tables import remove_rows
 from rankzero.train import rows
 
 
@@ -41,13 +37,12 @@ def score(fail_first: bool) -> Table:
     return table
 
 
-def test_a_table_is_complete_and_nothing_of_a_failed_attempt_is_left(launcher: Launcher, tmp_path: Path) -> None:
+def test_a_table_has_the_rows_of_the_attempt_that_succeeded(launcher: Launcher, tmp_path: Path) -> None:
     handle = launcher.options(max_restarts=1).submit(score, True)
     ref = handle.result_ref(60)
     table = ref.load()
     assert isinstance(table, Table)
     assert table.uri == f"{handle.own.directory}/tables/0001/rows"
-    assert [path.parts[-3] for path in Path(handle.directory).rglob("*.parquet")] == ["0001"] * 2
     frame = table.to_pandas().sort_values("id")
     assert frame["id"].tolist() == [
         100 * rank + 10 * number + row for rank in (0, 1) for number in range(3) for row in range(4)
@@ -61,12 +56,6 @@ def test_a_table_is_complete_and_nothing_of_a_failed_attempt_is_left(launcher: L
 
 def _count(table: Table) -> int:
     return table.to_arrow().count_rows()
-
-
-def test_a_run_that_fails_leaves_no_rows(launcher: Launcher, tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailedError, match="SIGKILL"):
-        launcher.options(run_id="failed").run(score, True)
-    assert not [*(tmp_path / "store" / "failed").rglob("*.parquet")]
 
 
 def _restarted(rows_from: int) -> tuple[Table, str | None]:
@@ -96,9 +85,6 @@ def test_a_restart_begins_before_the_rows_of_its_attempt_and_writes_them_again(
     assert began == begins
     steps = [step for step in range(rows_from, 4) for _ in (0, 1)]
     assert sorted(table.to_pandas()["step"]) == steps
-    handle = keeping.find()
-    assert handle
-    assert not [*Path(handle.directory, "tables/0000").rglob("*.parquet")]
 
 
 def test_rows_on_an_object_store_are_written_again_by_a_restart(bucket: str) -> None:
@@ -142,38 +128,6 @@ def ids(launcher: Launcher, tmp_path: Path) -> Launcher:
     """A launcher with a dataset of numbers."""
     pq.write_table(pa.table({"id": list(range(100))}), tmp_path / "ids.parquet")
     return launcher.options(dataset=str(tmp_path / "ids.parquet"), max_restarts=1)
-
-
-def test_a_driver_that_seemed_dead_leaves_the_rows_of_its_heir(tmp_path: Path) -> None:
-    for attempt in ("0000", "0001", "0002", ".stray"):
-        (tmp_path / "tables" / attempt / "rows").mkdir(parents=True)
-        (tmp_path / "tables" / attempt / "rows" / file_of(0, 0, pa.schema([]))).touch()
-    (tmp_path / "result").mkdir()
-    (tmp_path / "result" / "value-0.json").touch()
-    # The attempt 1 fails late: 0 is an earlier result, and another driver has begun with 2.
-    remove_rows(str(tmp_path), range(1, 2))
-    left = {path.parts[-3] for path in (tmp_path / "tables").rglob("*.parquet")}
-    assert left == {".stray", "0000", "0002"}
-    # Behind another submission, only what has a value stays.
-    remove_rows(str(tmp_path), None)
-    assert {path.parts[-3] for path in (tmp_path / "tables").rglob("*.parquet")} == {".stray", "0000"}
-
-
-def test_files_of_the_user_beside_rows_and_values_stay(tmp_path: Path) -> None:
-    run = submitted(str(tmp_path / "run"))
-    unfinished = f".writing-{'0a' * 8}"
-    ours = [f"0000/rows/{name}" for name in (file_of(0, 0, pa.schema([])), file_of(1, 0, pa.schema([])), unfinished)]
-    mine = ["0000/notes.txt", "0000/rows/part-of-a-book.parquet", "0000/a/b/c.txt"]
-    for name in [*ours, *mine]:
-        Path(run.path("tables", name)).parent.mkdir(parents=True, exist_ok=True)
-        Path(run.path("tables", name)).write_text("text")
-    for name in (unfinished, ".committing-12.json", ".upload-0-checkpoint-1-0", ".env", "value-0.of-gold.txt"):
-        Path(run.path("result", name)).write_text("text")
-    remove_leftovers(run, range(2))
-    assert store.list_files(run.path("result")) == [".env", "value-0.of-gold.txt"]
-    remove_values(run, range(2))
-    assert store.list_files(run.path("result")) == [".env", "value-0.of-gold.txt"]
-    assert store.list_files(run.path("tables", "0000")) == sorted(name[5:] for name in mine)
 
 
 def _failing(count: int) -> Any:

@@ -10,7 +10,7 @@ from tests.runs import submitted
 
 from rankzero import store
 from rankzero.data.manifest import FILE, File, Manifest, encode_schema, from_bytes, to_bytes
-from rankzero.driver.tables import Tables
+from rankzero.driver.places import compute_tables
 from rankzero.job import Job
 from rankzero.run.directory import Submission
 from rankzero.submit.datasets import of_earlier_try
@@ -52,7 +52,7 @@ def read(own: Submission, session: Any, known: dict[str, Manifest] | None = None
     if known:
         store.write_bytes(own.path(FILE), to_bytes(known))
         job = replace(job, files={FILE: {"location": own.path(FILE)}})
-    done = Tables(own, job, session).read(print)
+    done = compute_tables(own, job, session, print, lambda: None)
     return from_bytes(store.read_bytes(done.files[FILE]["location"]))
 
 
@@ -73,16 +73,6 @@ def test_a_submission_whose_driver_died_early_does_not_hide_the_rows_of_those_be
     assert session.asked == 1
 
 
-def test_what_a_driver_had_begun_to_compute_when_it_died_goes(tmp_path: Path) -> None:
-    first, session = submit(tmp_path / "r"), Session()
-    frame = made(first.new_dataset("eval"), "frame")
-    # It is killed here.
-    store.make_directory(first.new_dataset("train"))
-    found = read(submit(tmp_path / "r", first), session, {"eval": frame})
-    assert [first.path("datasets", name) for name in store.list_names(first.path("datasets"))] == [frame.folder]
-    assert store.exists(found["train"].files[0].location)
-
-
 def test_another_training_under_the_same_id_gets_its_own_rows(tmp_path: Path) -> None:
     session = Session()
     read(submit(tmp_path / "r"), session)
@@ -98,17 +88,6 @@ def test_a_driver_that_takes_a_lost_ones_place_finds_the_rows_of_that_one(tmp_pa
     before = read(own, session, frame)
     assert read(own, session, before) == before
     assert session.asked == 1
-
-
-def test_rows_stay_for_a_submitter_that_knows_the_store_by_another_path(tmp_path: Path) -> None:
-    (tmp_path / "store").mkdir()
-    (tmp_path / "link").symlink_to("store")
-    session = Session()
-    first = submit(tmp_path / "store" / "r")
-    before = read(first, session)
-    found = read(submit(tmp_path / "link" / "r", first), session)
-    assert found == before
-    assert store.exists(found["train"].files[0].location)
 
 
 def test_a_try_keeps_the_datasets_of_the_try_before_except_queries(tmp_path: Path) -> None:

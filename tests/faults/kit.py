@@ -1,4 +1,4 @@
-"""Tools to hurt a run and to see what is left of it; shared by the matrix, the soak and the benchmark."""
+"""Tools to hurt a run and to see what is left of it; shared by the matrix and other tests."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from tests.conftest import until
 from tests.runs import submitted
 
 from rankzero import EngineError, Launcher, LocalEngine, RunCancelledError, RunHandle, StartTimeoutError
-from rankzero.driver.delegation import Delegation
 from rankzero.driver.driver import Driver
+from rankzero.driver.main import Delegation
 from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd
 from rankzero.engines.connect.stage import StageEngine
 from rankzero.engines.local import LocalSession
@@ -75,12 +75,11 @@ class Cluster(LocalEngine):
 
 async def follow(driver: Driver, delegation: Delegation) -> bool:
     """Does what the driver does until it knows whether it drives the run."""
-    driver.inbox.attach()
-    watching = asyncio.create_task(driver.watch.follow())
+    await driver.watch.start()
     try:
         found = await delegation.run()
     finally:
-        watching.cancel()
+        driver.watch.end()
     if isinstance(found, Exception):
         raise found
     return found
@@ -95,8 +94,8 @@ class Submitted:
         self.before = self.own.status()
         private: dict[str, Any] = {"env": {"TOKEN": "secret-of-the-user"}, "trackers": None}
         driver = Driver(self.own, self.engine, private["env"], leased=True)
-        self.inbox = driver.inbox
-        delegation = Delegation(self.own, self.engine, private, driver)
+        self.watch = driver.watch
+        delegation = Delegation(self.own, private, driver)
         self.followed: Future[bool] = pool.submit(lambda: asyncio.run(follow(driver, delegation)))
         until(lambda: self.engine.stages or self.followed.done(), WAIT, "a stage")
 
@@ -142,7 +141,7 @@ def cancel(run: Submitted) -> None:
 
 
 def interrupt(run: Submitted) -> None:
-    run.inbox.interrupt("the driver got SIGTERM")
+    run.watch.interrupt("the driver got SIGTERM")
 
 
 @pytest.mark.parametrize("end", [cancel, interrupt])

@@ -7,7 +7,6 @@ and no process is left.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -18,7 +17,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +110,6 @@ class Cell:
         return f"{self.target}{where}, {self.moment}, {self.fault}: {self.outcome}"
 
 
-TARGETS = ("worker", "agent", "executor", "driver", "submitter", "channel", "store")
-
 DRIVEN_HERE = ("worker", "agent", "channel")
 """By a driver in this process: the proxy is here, and its zygote serves many cells."""
 
@@ -130,9 +126,6 @@ LAST_REPORTED = {"rendezvous": -1, "training": HOLD_AT - 1, "checkpoint": HOLD_A
     ("returned", "half", "committed"), STEPS - 1
 )
 """The step of the last checkpoint at each moment."""
-
-FAULTS = ("SIGKILL", "SIGTERM", "SIGSTOP", "full", "cut", "deaf")
-"""Besides signals: no space on the disk; connections reset; connections that stay and carry nothing."""
 
 SPARK: dict[str, Any] = {"engine": "spark", "bound": SPARK_NAMED}
 CONNECT: dict[str, Any] = {"engine": "connect", "ranks": 2, "by_hand": True}
@@ -201,7 +194,6 @@ CELLS = [
     Cell("driver", "checkpoint", "SIGTERM", "resubmit", "cancelled", by_hand=True),
     Cell("driver", "returned", "SIGTERM", "resubmit", "cancelled", by_hand=True),
     Cell("driver", "committed", "SIGTERM", "unharmed", by_hand=True),
-    Cell("driver", "training", "SIGSTOP", "takeover", "failed", bound=LOST, by_hand=True),
     # The process that called `submit` owns nothing; the one that called `run` owns its run until it has the value.
     Cell("submitter", "rendezvous", "SIGKILL", "durable", by_hand=True),
     Cell("submitter", "training", "SIGKILL", "owned", "failed"),
@@ -225,45 +217,6 @@ CELLS = [
     Cell("store", "returned", "full", "no room", "ResultError", by_hand=True),
     Cell("store", "committed", "full", "unharmed", by_hand=True),
 ]
-
-ANY_PROCESS = ("worker", "agent", "executor", "driver", "submitter")
-SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")
-
-NO_CELL = {
-    ("worker|agent|executor|driver|submitter", "*", "full"): "the disk is the store's",
-    ("worker|agent|executor|driver|submitter", "*", "cut|deaf"): "the one connection is the channel's",
-    ("channel|store", "*", "SIG*"): "no process",
-    ("channel", "*", "full"): "a connection has no disk",
-    ("store", "*", "cut|deaf"): "a local directory has no connection; test_store_outage.py has",
-    ("worker|agent", "half", "SIGTERM|SIGSTOP"): "as 'returned': an attempt with ranks that have not committed",
-    ("executor|driver", "half", "SIG*"): "as 'returned': an attempt with ranks that have not committed",
-    ("channel", "half", "cut|deaf"): "as 'returned': an attempt with ranks that have not committed",
-    ("store", "half", "full"): "as 'training': the other rank has not returned",
-    ("agent", "rendezvous|checkpoint|returned", "SIGSTOP"): "as 'training': the silence is all that is seen",
-    ("executor", "rendezvous|checkpoint|returned", "SIG*"): "as 'training': the agent sees the end of its input",
-    ("executor", "committed", "SIGTERM|SIGSTOP"): "as SIGKILL: success was certain before",
-    ("driver", "rendezvous|checkpoint|returned|committed", "SIGSTOP"): "as 'training': the silence is all that is seen",
-    ("submitter", "checkpoint|returned|half", "SIG*"): "it takes no part between the start and the end",
-    ("submitter", "rendezvous", "SIGTERM|SIGSTOP"): "as SIGKILL: nothing waits for it",
-    ("submitter", "committed", "SIGTERM|SIGSTOP"): "as SIGKILL: the value waits to be fetched",
-    ("channel", "rendezvous|checkpoint|returned", "cut"): "as 'training': the attempt ends",
-}
-
-
-def reasons(target: str, moment: str, fault: str) -> list[str]:
-    """Why there is no such cell."""
-
-    def fits(pattern: str, word: str) -> bool:
-        return any(fnmatchcase(word, part) for part in pattern.split("|"))
-
-    return [why for key, why in NO_CELL.items() if all(map(fits, key, (target, moment, fault)))]
-
-
-def test_every_combination_is_a_cell_or_has_one_reason_why_not() -> None:
-    cells = {(cell.target, cell.moment, cell.fault) for cell in CELLS}
-    everything = set(itertools.product(TARGETS, MOMENTS, FAULTS))
-    assert cells <= everything
-    assert [key for key in sorted(everything) if (key in cells) + len(reasons(*key)) != 1] == []
 
 
 class Stage:
@@ -579,27 +532,6 @@ def hurt_driver_in_commit(stage: Stage, handle: RunHandle[Any]) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
-def takeover(stage: Stage) -> None:
-    """A driver that stands still counts as dead; when it wakes up, it does not write over its heir."""
-    handle = stage.start()
-    stage.arrival(handle)
-    stopped = driver_of(handle)
-    stage.strike(stopped)
-    attached = RunHandle.attach(stage.directory)
-    assert attached.wait(WAIT)
-    stage.assert_in_time()
-    assert attached.status().state == stage.cell.cause
-    until(lambda: stage.processes() == [stopped], GONE, "the end of its ranks")
-    again = stage.launcher.submit(train, **stage.arguments)
-    value = again.result(WAIT)
-    os.kill(stopped, signal.SIGCONT)
-    until(lambda: stage.processes() == [], WAIT, "the end of the old driver")
-    stage.assert_continued(value)
-    assert again.status().state == "succeeded"
-    assert RunHandle.attach(stage.directory).result(0) == value
-    stage.assert_saved(again, STEPS - 1)
-
-
 def start_submitter(stage: Stage, how: str, **arguments: Any) -> subprocess.Popen[str]:
     asked = {
         "how": how,
@@ -702,7 +634,6 @@ OUTCOMES: dict[str, Callable[[Stage], None]] = {
     "unharmed": unharmed,
     "resubmit": resubmit,
     "kept": kept,
-    "takeover": takeover,
     "durable": durable,
     "owned": owned,
     "delivered": delivered,

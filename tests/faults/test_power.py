@@ -16,7 +16,6 @@ from tests.runs import submitted
 
 from rankzero import CheckpointConfig, Launcher, RunHandle, store
 from rankzero.channel.messages import Finished, Part
-from rankzero.driver.commits import Committer
 from rankzero.driver.ending import Facts
 from rankzero.driver.storage import Storage
 from rankzero.run.checkpoints import Manifest
@@ -118,8 +117,7 @@ def upload(run: Submission, storage: Storage, name: str, data: bytes) -> None:
 
 def test_what_came_over_the_channel_outlives_a_power_failure(disk: Disk) -> None:
     run, data = submitted(str(disk.path / "run")), b"1" * 100_000
-    committer, facts = Committer(run, 0, 1, CheckpointConfig()), Facts(1, run.directory)
-    storage = Storage(run, 0, committer, facts, run.path("result"))
+    storage = Storage(run, 0, CheckpointConfig(), Facts(1, run.directory), run.path("result"))
 
     upload(run, storage, "0-part", data)
     storage.add_part(
@@ -139,15 +137,15 @@ def test_what_came_over_the_channel_outlives_a_power_failure(disk: Disk) -> None
             upload="0-part",
         ),
     )
-    until(lambda: not committer.is_busy, WAIT, "the commit")
-    assert [type(settled) for settled in committer.settled()] == [Manifest]
+    until(lambda: not storage.is_busy, WAIT, "the commit")
+    assert [type(settled) for settled in storage.settled()] == [Manifest]
     upload(run, storage, "rank-0-value", data)
     value = {"path": "", "format": "json", "size": len(data), "digest": "digest", "summary": {}}
     storage.finish(0, Finished(0.0, value), {})
-    until(lambda: storage.poll() or facts.success or facts.refusal, WAIT, "the value")
-    assert facts.success
+    until(lambda: list(storage.settled()) or storage.facts.success or storage.facts.refusal, WAIT, "the value")
+    assert storage.facts.success
     store.write_bytes(run.path("status.json"), b"{}", durable=True)
-    committer.close(WAIT)
+    storage.close(WAIT)
     disk.fail()
 
     for path in (run.path("checkpoints", "0000-000000", "rank-0.json"), run.path("result", "value-0.json")):

@@ -79,17 +79,6 @@ def test_the_failing_rank_and_its_cause_are_named(launcher: Launcher, how: str, 
         assert "out-of-memory" in str(error)
 
 
-def test_equal_failures_of_many_ranks_are_one_line(launcher: Launcher) -> None:
-    def train() -> None:
-        raise RuntimeError("no data")
-
-    handle = launcher.options(num_processes=4).submit(train)
-    with pytest.raises(WorkerFailedError) as caught:
-        handle.result(WAIT)
-    assert str(caught.value).count("RuntimeError: no data") <= 3
-    assert len(caught.value.others or []) <= 1
-
-
 def test_a_rank_that_ignores_sigterm_and_its_children_are_ended(launcher: Launcher, marker: str) -> None:
     def train() -> None:
         import subprocess

@@ -338,7 +338,7 @@ def fail_once() -> int:
     return rt.get_context().attempt
 
 
-READ_AT_A_RESTART = ("checkpoints", "tables", "result", "driver")
+READ_AT_A_RESTART = ("checkpoints", "result", "driver")
 
 
 def test_a_store_that_refuses_what_a_restart_reads_delays_the_restart(

@@ -61,11 +61,11 @@ def test_the_note_about_lines_that_a_full_disk_refused_has_its_own_time(
     monkeypatch.setattr(time, "time", lambda: BEGIN)
     (tmp_path / own.path("lines")).mkdir()
     recorder.log(1, ["lost"])
-    recorder._thread.submit(int).result(60)
+    recorder._appending.submit(int).result(60)
     (tmp_path / own.path("lines")).rmdir()
     monkeypatch.setattr(time, "time", lambda: BEGIN + HOUR)
     recorder.log(1, ["two"])
-    recorder._thread.submit(int).result(60)
+    recorder._appending.submit(int).result(60)
     found = list(RunHandle.attach(own.run.directory).lines())
     note = "rankzero: 1 lines could not be written here"
     assert [(line.time, line.text) for line in found] == [(BEGIN + HOUR, note), (BEGIN + HOUR, "two")]

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shutil
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,13 @@ from tests.conftest import until, wait_until_gone
 from tests.runs import submitted
 
 from rankzero import CheckpointConfig, Launcher, RunHandle, RunNotFoundError, store
-from rankzero.driver.commits import Committer
+from rankzero.channel.messages import Part
+from rankzero.driver.ending import Facts
 from rankzero.driver.recorder import Recorder
+from rankzero.driver.storage import Storage
 from rankzero.host.processes import process_namespace
 from rankzero.masking import Mask
 from rankzero.run import observer
-from rankzero.run.checkpoints import Manifest
 from rankzero.run.status import RunStatus
 
 
@@ -136,31 +136,29 @@ def _removes(directory: Path) -> bool:
 
 
 def test_a_driver_of_a_removed_run_publishes_and_writes_nothing(tmp_path: Path) -> None:
-    def add(committer: Committer, text: str) -> Future[Manifest | int]:
-        file = tmp_path / "uploaded"
-        file.write_text(text)
-        facts = {"id": "0000-000000", "index": 0, "sharded": False, "metrics": {}, "time": 0.0}
-        part = {"file": "rank-0.json", "format": "json", "size": len(text), "sha256": "", "uploaded": str(file)}
-        commit = committer.add(0, {**facts, **part})
-        assert commit
-        return commit
-
     directory = str(tmp_path / "run")
     old = submitted(directory)
     assert old.claim_driver()
-    committer, recorder = Committer(old, 0, 1, CheckpointConfig()), Recorder(old, Mask())
+    recorder = Recorder(old, Mask())
+    storage = Storage(old, 0, CheckpointConfig(), Facts(1, directory), str(tmp_path))
     recorder.log(0, ["of the old run"])
     shutil.rmtree(directory)
     new = submitted(directory)
     assert old.is_lost()
     assert not new.is_lost()
-    assert add(committer, "old").result(60) == 0, "it is not committed"
+    (tmp_path / ".upload-part").write_text("old")
+    storage.received[str(tmp_path / ".upload-part")] = 3
+    facts: dict[str, Any] = {"path": "", "shared": False, "sharded": False, "metrics": {}, "time": 0.0, "sha256": ""}
+    facts |= {"file": "rank-0.json", "format": "json", "size": 3, "upload": "part"}
+    storage.add_part(0, Part(id="0000-000000", index=0, **facts))
+    until(lambda: not storage.is_busy, 60, "the commit")
+    assert list(storage.settled()) == [0], "it is not committed"
     recorder.update(state="running")
     until(lambda: recorder.superseded, 60, "its notice")
     recorder.finish(state="cancelled")
     assert set(old.run.names()) == {"0.json", new.name}
     assert new.status().state == "pending"
-    committer.close(60.0)
+    storage.close(60.0)
 
 
 SIGNALLED = {"driver_pid": 4242, "driver_namespace": process_namespace(), "driver_start": "17"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -16,13 +15,11 @@ from tests.conftest import until
 from tests.runs import submitted
 
 from rankzero import InvalidJobError, Launcher, LocalEngine, RunHandle, WorkerFailedError
-from rankzero.driver.driver import write_report
+from rankzero.driver.driver import Trackers, write_report
 from rankzero.driver.recorder import Recorder
-from rankzero.driver.trackers import Trackers
 from rankzero.masking import Mask
 from rankzero.run.status import RunStatus
 from rankzero.submit.pack import pack_trackers
-from rankzero.threads import ActionThread
 from rankzero.tracking import Tracker
 from rankzero.tracking.mlflow import training_of
 
@@ -212,8 +209,7 @@ def test_the_driver_that_reads_its_own_run_is_no_follower(tmp_path: Path) -> Non
     directory = handle.own
     until(lambda: directory.status().state == "running", 60, "the run starts")
     lease = directory.lease()
-    asyncio.run(write_report(directory, thread := ActionThread()))
-    thread.end()
+    write_report(directory)
     assert "<html" in Path(handle.directory, "report.html").read_text()
     assert directory.lease() == lease
     list(handle.events())

@@ -35,11 +35,6 @@ def file_of(rank: int, number: int, schema: Any) -> str:
     return f"part-{rank:05d}-{number:06d}-{digest}.parquet"
 
 
-def is_file(name: str) -> bool:
-    """Returns True for the name of a file of a table, complete or not."""
-    return bool(_FILE.fullmatch(name) or store.is_unfinished(name))
-
-
 def read_schemas(folder: str) -> dict[str, Any]:
     """Returns the distinct schemas of the files of a table, by the digest in the name of each file."""
     import pyarrow.parquet as pq
@@ -60,7 +55,7 @@ class Table:
     """A directory of Parquet files that `rankzero.train.write_rows` has written. It is a path: ``dataset=table``.
 
     The table is committed with its run: a training function that returns it makes it the run's result. Rows of a failed
-    attempt are removed. The table is deleted with its run directory.
+    attempt are in no table. The table is deleted with its run directory.
 
     Attributes:
         uri: Absolute local path or URL of the directory.

@@ -1,31 +1,30 @@
-"""`Agents`: the agents of one attempt, and what they and their ranks report."""
+"""`Agents`: the agents of one attempt, their ranks, and what they report."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankzero import bounds
-from rankzero.bounds import LOG_TAIL_WIDTH
+from rankzero.bounds import HEARTBEAT_INTERVAL, LOG_TAIL_WIDTH
 from rankzero.channel import messages
 from rankzero.channel.messages import Message
 from rankzero.channel.server import Server
 from rankzero.driver import policy
-from rankzero.driver.ending import Facts, Failure
+from rankzero.driver.ending import Facts, Failure, Member
 from rankzero.driver.hangs import HangWatch
 from rankzero.driver.places import Places
 from rankzero.driver.recorder import Recorder
-from rankzero.driver.roster import Member, Roster
 from rankzero.driver.storage import Storage
-from rankzero.driver.watch import Inbox, Watch
+from rankzero.driver.watch import Watch
 from rankzero.errors import EngineError
 from rankzero.job import Job
-from rankzero.run.checkpoints import FOLDER, Manifest, mark_damaged
+from rankzero.run.checkpoints import Manifest
 from rankzero.run.directory import Submission
 
 if TYPE_CHECKING:
@@ -37,34 +36,21 @@ EXECUTED = ("payload.pkl", "modules.zip", "code.zip")
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a driver that all attempts of its run share.
-
-    Attributes:
-        own: The submission.
-        places: Has the engine's session.
-        recorder: Writes the run directory.
-        inbox: Wakes the coroutine of the run.
-        watch: Watches for what ends a run from outside.
-        env: The user's environment for the ranks.
-    """
+    """The parts of a driver that all attempts of its run share; ``env`` is the user's environment for the ranks."""
 
     own: Submission
     places: Places
     recorder: Recorder
-    inbox: Inbox
     watch: Watch
     env: dict[str, str]
 
 
 class Agents:
-    """Notes what the agents report, and wakes the coroutine of the run if that may decide about the attempt.
+    """The agents of an attempt; notes what they report, and wakes the coroutine of the run if that may decide.
 
     Attributes:
-        server: The channel to the agents.
-        roster: The agents that have joined.
-        facts: The facts on which the end of the attempt depends.
-        hangs: The progress and the stacks of ranks.
-        has_rendezvous: True once rank 0 has bound the port at which the ranks meet.
+        members: The agents that have joined, by task.
+        rendezvous: The agent of rank 0, and the port at which the ranks meet, once rank 0 has bound it.
         served: Locations of the files that agents may fetch, by name.
         heard_at: Monotonic time of the last message that shows that ranks or their agents still work.
         is_stopping: True once the agents were asked to stop before the training had succeeded.
@@ -81,53 +67,60 @@ class Agents:
         secret: str,
         tls: ssl.SSLContext | None,
     ) -> None:
-        """Prepares for agents, of which none has joined.
-
-        Args:
-            run: The parts that all attempts share.
-            job: The job, for the size of this attempt's world.
-            number: Number of the attempt.
-            num_agents: Number of agents.
-            storage: Has the facts, and stores what ranks send.
-            secret: The attempt's secret.
-            tls: Context for encrypted connections; None for plain ones.
-        """
-        self._own, self._recorder, self._inbox = run.own, run.recorder, run.inbox
-        self.room = run.recorder.room
+        """Prepares for agents, of which none has joined. Without ``tls``, connections are not encrypted."""
+        self._own, self._recorder, self._watch, self.room = run.own, run.recorder, run.watch, run.recorder.room
         self._job = job
         self._number = number
-        self._committer = storage.committer
         self._storage = storage
-        self.roster = Roster(num_agents, job.processes_per_task)
+        self.num_agents = num_agents
+        self.members: dict[int, Member] = {}
         self.facts: Facts = storage.facts
         self.hangs = HangWatch(job.num_processes)
-        self.has_rendezvous = self.is_stopping = self.is_leaving = False
-        self._rendezvous: tuple[Member, int] | None = None
-        self._resume: Manifest | None = None
+        self.is_stopping = self.is_leaving = False
+        self.rendezvous: tuple[Member, int] | None = None
         self.heard_at = time.monotonic()
-        self._tasks: list[asyncio.Task[None]] = []
         self.served = {name: file["location"] for name, file in job.files.items()}
         digests = {name: job.files[name]["digest"] for name in EXECUTED if name in job.files}
         self.server = Server(secret, self, served=self.served, digests=digests, directory=storage.directory, tls=tls)
         storage.received = self.server.received
 
+    # -- who has joined ------------------------------------------------------------------------
+
+    def gone(self) -> list[Member]:
+        """Returns the agents that have exited before they were asked to, or are lost."""
+        return [member for member in self.members.values() if member.why_left is not None]
+
+    @property
+    def num_ready(self) -> int:
+        """Number of ranks that have imported torch."""
+        return sum(len(member.ready) for member in self.members.values())
+
+    def missing(self) -> tuple[list[int], list[int]]:
+        """Returns the tasks whose agents have not joined, and the ranks of the others that have not imported torch."""
+        members = self.members.values()
+        ranks = [member.first_rank + local for member in members for local in set(range(member.workers)) - member.ready]
+        return [task for task in range(self.num_agents) if task not in self.members], sorted(ranks)
+
+    def _on_one_host(self) -> bool:
+        return len({member.name for member in self.members.values()}) == 1
+
     # -- what the attempt sends ----------------------------------------------------------------
 
     def assign_ranks(self, resume: Manifest | None, token: str) -> None:
-        """Numbers the ranks, and gives each agent what it needs to start its own.
+        """Numbers the ranks host by host, and gives each agent what it needs to start its own.
 
-        Args:
-            resume: The checkpoint that the ranks start from; None without one.
-            token: Text by which an agent recognizes the submission's folder.
+        An agent recognizes the submission's folder by the token.
         """
-        self._resume, members = resume, self.roster.number()
+        members = [self.members[task] for task in sorted(self.members)]
+        members = [members[index] for index in policy.order_tasks([member.host for member in members])]
         # Computed once: computing it for each agent would be quadratic in their number.
         same: dict[str, Any] = {
-            "master_addr": self.roster.rendezvous_hosts(members[0])[0],
+            "master_addr": members[0].addresses(for_one_host=self._on_one_host())[0],
             "run_directory": self._own.directory,
             "run_token": token,
             "files": self._job.files,
-            "beat_interval": policy.beat_interval(self._job.hang_timeout),
+            # Short enough to notice a hang in time.
+            "beat_interval": min(HEARTBEAT_INTERVAL, (self._job.hang_timeout or math.inf) / 5),
             "context": {
                 "world_size": self._job.num_processes,
                 "run_id": self._job.run_id,
@@ -138,8 +131,10 @@ class Agents:
             },
         }
         sampled: set[str] = set()
+        first_rank = 0
         for node_rank, member in enumerate(members):
-            assert member.first_rank is not None
+            member.first_rank = first_rank
+            first_rank += member.workers
             # One agent of each host samples the host's use of CPU, memory and GPUs.
             assign = messages.Assign(
                 **same,
@@ -152,28 +147,26 @@ class Agents:
             self.server.send(member.task, assign)
 
     def send_rendezvous(self) -> None:
-        """Sends the addresses and the port of rank 0 to all ranks. Requires `has_rendezvous`."""
-        assert self._rendezvous is not None
-        member, port = self._rendezvous
-        hosts, one_host = self.roster.rendezvous_hosts(member), self.roster.is_on_one_host()
-        self.server.broadcast(messages.Go(hosts, port, one_host))
+        """Sends the addresses and the port of rank 0 to all ranks. Requires `rendezvous`."""
+        assert self.rendezvous is not None
+        (member, port), one_host = self.rendezvous, self._on_one_host()
+        self.server.broadcast(messages.Go(member.addresses(for_one_host=one_host), port, one_host))
 
-    def send_settled(self, settled: Manifest | int) -> None:
-        """Notifies the ranks of a checkpoint that was committed, or that is lost."""
-        if isinstance(settled, int):
-            self.server.broadcast(messages.Lost(settled))
-            return
-        self._recorder.event({"type": "checkpoint", "id": settled.id, "metrics": settled.metrics})
-        self._recorder.update(checkpoint=settled.id)
-        for member in self.roster.numbered():
-            self.server.send(member.task, messages.Committed(settled.for_ranks(member.ranks)))
+    def note_stored(self) -> None:
+        """Notifies the ranks of each checkpoint that was committed or is lost, and notes the end of rank 0's value."""
+        for settled in self._storage.settled():
+            if isinstance(settled, int):
+                self.server.broadcast(messages.Lost(settled))
+                continue
+            self._recorder.event({"type": "checkpoint", "id": settled.id, "metrics": settled.metrics})
+            self._recorder.update(checkpoint=settled.id)
+            for member in self.members.values():
+                self.server.send(member.task, messages.Committed(settled.for_ranks(member.ranks)))
 
     async def request_stacks(self, is_over: Callable[[], bool], *, quiet: bool = False) -> None:
-        """Requests the stacks of all ranks that may reply, and waits for those that arrive in time.
+        """Requests the stacks of all ranks, and waits for those that arrive in time, or until ``is_over``.
 
-        Args:
-            is_over: Ends the wait once it returns True.
-            quiet: True if the logs of the ranks should not show their stacks.
+        The logs of the ranks show them, unless the request is ``quiet``.
         """
         deadline = time.monotonic() + bounds.STACKS_WINDOW()
         self.hangs.stacks.clear()
@@ -181,7 +174,7 @@ class Agents:
         while not is_over() and (left := deadline - time.monotonic()) > 0:
             if len(self.hangs.stacks.keys() | self.facts.over) >= self._job.num_processes:
                 return
-            await self._inbox.wait(min(left, bounds.POLL_INTERVAL))
+            await self._watch.wait(min(left, bounds.POLL_INTERVAL))
 
     # -- what the engine and the channel call ---------------------------------------------------------------
 
@@ -193,60 +186,54 @@ class Agents:
             # Messages that arrived before the end explain it.
             await self.server.read_rest()
             self.facts.engine_ended, self.facts.engine_error = True, error
-            self._inbox.change()
+            self._watch.change()
 
         def on_end(error: BaseException | None) -> None:
             # The loop is closed if the driver has not waited for the end.
             if not loop.is_closed():
-                loop.call_soon_threadsafe(lambda: self._tasks.append(loop.create_task(note(error))))
+                asyncio.run_coroutine_threadsafe(note(error), loop)
 
         return on_end
 
-    async def close(self) -> None:
-        """Disconnects all agents that are left."""
-        await self.server.close()
-        for task in self._tasks:
-            task.cancel()
-
     def on_end(self, task: int, why: str | None) -> None:
         """Notes that an agent has disconnected; without being asked to, it is lost."""
-        member = self.roster.get(task)
+        member = self.members.get(task)
         if member and not self.is_leaving:
             member.leave(why or "it has exited early")
         if member and why:
             self.facts.over.update(member.ranks)
-        self._inbox.change()
+        self._watch.change()
 
     def on_message(self, task: int, local_rank: int | None, message: Message) -> None:
         """Applies a message of an agent or of one of its ranks."""
         if isinstance(message, messages.Join):
             self._on_join(task, message)
-        elif (member := self.roster.get(task)) is None:
+        elif (member := self.members.get(task)) is None:
             return
-        elif local_rank is None:
-            self._on_agent(member, message)
-        else:
-            self._on_rank(self.roster.rank(member, local_rank), local_rank, member, message)
+        elif isinstance(message, messages.Usage):
+            self._recorder.event({"type": "usage", **message.sample, "host": member.name})
+        elif isinstance(message, messages.Leaving):
+            member.leave(message.why, message.cause)
+        elif local_rank is not None:
+            self._on_rank(member.first_rank + local_rank, local_rank, member, message)
         if not isinstance(message, messages.Usage):
             self.heard_at = time.monotonic()
         if not isinstance(message, (messages.Usage, messages.Log, messages.Metrics, messages.Beat)):
-            self._inbox.change()
+            self._watch.change()
 
     def _on_join(self, task: int, message: messages.Join) -> None:
-        member = self.roster.join(task, message)
-        if member is None:
+        if task in self.members:
+            # Only the driver decides about restarts, so ranks of two attempts never mix.
+            self.members[task].leave("another agent joined in its place")
             return
+        place = message.host, message.address, message.hostname
+        first = task * self._job.processes_per_task
+        member = Member(task, *place, message.python, message.gpus, message.workers, first)
+        self.members[task] = member
         if self.is_stopping:
             self.server.send(task, messages.Stop(grace=0.0))
         elif why := member.why_unfit(self._job.python, self._job.use_gpu):
             self.facts.refusal = EngineError(why)
-
-    def _on_agent(self, member: Member, message: Message) -> None:
-        match message:
-            case messages.Usage():
-                self._recorder.event({"type": "usage", **message.sample, "host": member.name})
-            case messages.Leaving():
-                member.leave(message.why, message.cause)
 
     def _on_rank(self, rank: int, local_rank: int, member: Member, message: Message) -> None:
         match message:
@@ -259,18 +246,15 @@ class Agents:
             case messages.Stack():
                 self.hangs.stacks[rank] = message
             case messages.Reached("ready"):
-                self.roster.note_ready(member.task, local_rank)
+                member.ready.add(local_rank)
             case messages.Rendezvous():
-                self._rendezvous, self.has_rendezvous = (member, message.port), True
+                self.rendezvous = member, message.port
             case messages.Part():
                 self._storage.add_part(rank, message)
             case messages.Lost():
-                self._committer.lose(message.index)
+                self._storage.lose(message.index)
             case messages.Damaged():
-                found = self._resume
-                own = self._own.path(FOLDER, message.id)
-                folder = found.folder if found and found.id == message.id else own
-                self._committer.do(functools.partial(mark_damaged, folder), as_owner=True)
+                self._storage.mark_damaged(message.id)
             case messages.Reached("entered"):
                 self._note_phase(rank, member, message)
             case messages.Reached("returned") if member.why_left is None and not self.is_stopping:
@@ -299,7 +283,6 @@ class Agents:
         # The agent has asked the rank to exit, which may have made it raise.
         found["collateral"] = message.collateral or member.why_left is not None
         report = dataclasses.replace(message, **self._recorder.mask.facts(found))
-        placed_on = member.host if member.ranks else None
-        failure = Failure(rank, member.name, report, placed_on, len(self.facts.failures))
+        failure = Failure(rank, member.name, member.host, report)
         if self.facts.note_failure(failure):
             self._recorder.event({"type": "failure", "rank": rank, "host": failure.host, "what": failure.headline})

@@ -16,6 +16,7 @@ An attempt ends before every rank has finished if
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import logging
 import socket
@@ -28,13 +29,12 @@ from rankzero.channel import messages
 from rankzero.channel.connection import new_secret
 from rankzero.driver import ending, policy
 from rankzero.driver.agents import Agents, Run
-from rankzero.driver.commits import Committer
 from rankzero.driver.ending import Facts, Verdict
 from rankzero.driver.places import cancel_late
-from rankzero.driver.storage import Scratch, Storage, files_of
+from rankzero.driver.storage import Storage, files_of, scratch_directory
 from rankzero.driver.watch import CHECK_INTERVAL
 from rankzero.engines.base import AgentGroup, EngineSession
-from rankzero.errors import EngineError, RankZeroError, ResultError, RunCancelledError
+from rankzero.errors import EngineError, RankZeroError, ResultError, RunCancelledError, StartTimeoutError
 from rankzero.host.network import listen
 from rankzero.host.processes import allow_open_files, caller_process
 from rankzero.job import CheckpointConfig, Job
@@ -61,31 +61,25 @@ class Attempt:
     """
 
     def __init__(self, run: Run, job: Job, number: int) -> None:
-        """Prepares an attempt; `live` makes it.
-
-        Args:
-            run: The parts that all attempts share.
-            job: The job of the run.
-            number: Number of the attempt.
-        """
+        """Prepares an attempt; `live` makes it. All attempts of a run share ``run``."""
         self.job = job
         self._run = run
         self._number = number
         self._group: AgentGroup | None = None
-        self._scratch: Scratch | None = None
+        self._files = contextlib.ExitStack()
 
     async def live(self) -> Verdict:
         """Makes the attempt, and returns how it has ended. Raises the error of one that has no agents."""
         recorder, places = self._run.recorder, self._run.places
         recorder.note_phase("opening")
         self._deadline = time.monotonic() + self.job.start_timeout
-        session = await places.open(self.job, self._run.env, self._deadline)
+        session = await places.open(self._deadline)
         if self.job.queries:
             self.job = await places.read_tables(self.job, session)
             self._deadline = time.monotonic() + self.job.start_timeout
 
         recorder.note_phase("waiting for slots")
-        num_tasks = await places.reserve(self.job, session, self._deadline)
+        num_tasks = await places.reserve(session, self._deadline)
 
         recorder.note_phase("starting")
         await self._prepare(session, num_tasks)
@@ -113,21 +107,20 @@ class Attempt:
         if num_agents > MANY_AGENTS:
             allow_open_files()
         self._secret, self._identity = new_secret(), None
-        if await run.places.request(lambda: job.encrypts(by_default=session.encrypts), job, self._deadline):
+        if await run.places.request(lambda: job.encrypts(by_default=session.encrypts), self._deadline):
             # Imported here, so that most drivers do not load TLS.
             from rankzero.channel.tls import make_identity
 
             # In a thread: it runs a command.
             self._identity = await reply_of(in_thread(make_identity, "rankzero-openssl"))
             logger.info("the connections of attempt %s are encrypted", self._number)
-        own, number, kept = run.own, self._number, CheckpointConfig(**job.checkpoints)
-        self._committer = Committer(own, number, job.num_processes, kept, run.inbox.wake)
-        self._scratch = Scratch() if own.is_remote else None
-        directory = self._scratch.path if self._scratch else own.path("result")
-        self._facts = Facts(job.num_processes, own.run.directory)
-        self._storage = Storage(own, number, self._committer, self._facts, directory)
+        directory = run.own.path("result")
+        if run.own.is_remote:
+            directory = self._files.enter_context(scratch_directory())
+        self._facts, kept = Facts(job.num_processes, run.own.run.directory), CheckpointConfig(**job.checkpoints)
+        self._storage = Storage(run.own, self._number, kept, self._facts, directory, run.watch.wake)
         tls = self._identity[1] if self._identity else None
-        self._agents = Agents(run, job, number, num_agents, self._storage, self._secret, tls)
+        self._agents = Agents(run, job, self._number, num_agents, self._storage, self._secret, tls)
 
     async def _launch(self, session: EngineSession, num_tasks: int) -> None:
         """Makes the engine start the agents, for which the driver listens."""
@@ -141,7 +134,7 @@ class Attempt:
             except OSError as error:
                 raise EngineError(f"the driver cannot listen for the agents: {error}") from error
 
-        listener, hosts = await self._run.places.request(bind, job, self._deadline)
+        listener, hosts = await self._run.places.request(bind, self._deadline)
         port = await self._agents.server.start(listener)
         config = {
             **policy.agent_config(job, self._number, self._run.env, self._deadline - time.monotonic()),
@@ -153,12 +146,12 @@ class Attempt:
         self._run.recorder.note_places(job.num_processes, held=True)
         launch = functools.partial(session.launch, num_tasks, config, self._agents.engine_end())
 
-        self._group = await self._run.places.request(launch, job, self._deadline, if_late=cancel_late)
+        self._group = await self._run.places.request(launch, self._deadline, if_late=cancel_late)
 
     async def _read_store(self) -> tuple[Manifest | None, str]:
         """Returns the checkpoint to start from, and the text by which agents recognize the folder."""
         watch, recorder, began = self._run.watch, self._run.recorder, time.monotonic()
-        read = functools.partial(self._storage.begin, self.job.first_attempt, watch.is_called_off)
+        read = functools.partial(self._storage.begin, watch.is_called_off)
         # It tries again for as long by itself, if the store replies.
         deadline = began + 2 * STORE_OUTAGE()
 
@@ -167,7 +160,7 @@ class Attempt:
             if time.monotonic() > deadline:
                 raise ResultError(f"the store of {self._run.own.run.directory} does not answer")
 
-        resume, token = await self._run.inbox.reply_of(self._committer.submit(read), check)
+        resume, token = await self._run.watch.reply_of(self._storage.submit(read), check)
         # An outage of the store takes no time from the ranks' start.
         self._deadline += time.monotonic() - began
         if (found := resume and resume.id) != recorder.status.checkpoint:
@@ -182,13 +175,12 @@ class Attempt:
     async def _train(self) -> Verdict:
         """Starts the ranks, and returns how the training has ended."""
         agents, facts = self._agents, self._facts
-        self._say_at = time.monotonic() + bounds.WAITING_INTERVAL()
         try:
-            await self._until(lambda: agents.roster.is_complete, self._check_start)
+            await self._until(lambda: len(agents.members) >= agents.num_agents, self._check_start)
             agents.assign_ranks(self._resume, self._token)
-            await self._until(lambda: agents.has_rendezvous, self._check_start)
+            await self._until(lambda: agents.rendezvous is not None, self._check_start)
             agents.send_rendezvous()
-            await self._until(lambda: agents.roster.num_ready == self.job.num_processes, self._check_start)
+            await self._until(lambda: agents.num_ready == self.job.num_processes, self._check_start)
             self._note_start()
             await self._until(lambda: facts.success is not None, self._check_run)
         except _TroubleError:
@@ -199,35 +191,31 @@ class Attempt:
         return Verdict(success=facts.success)
 
     async def _until(self, goal: Callable[[], bool], check: Callable[[float], Awaitable[None]]) -> None:
-        """Waits for a goal of the attempt.
+        """Waits for a goal of the attempt, and meanwhile notes what the store has taken or refused.
 
         Raises:
             _TroubleError: a report excludes the success.
             RankZeroError: the run must end, or ``check`` raises.
         """
         while not goal():
-            if ending.cannot_succeed(self._facts, self._agents.roster.gone()):
+            if ending.cannot_succeed(self._facts, self._agents.gone()):
                 raise _TroubleError
             self._run.watch.check()
             await check(time.monotonic())
-            await self._run.inbox.wait(CHECK_INTERVAL)
-            self._note_stored()
-
-    def _note_stored(self) -> None:
-        """Notes what the store has taken, or refused: checkpoints and rank 0's value."""
-        for settled in self._committer.settled():
-            self._agents.send_settled(settled)
-        self._storage.poll()
+            await self._run.watch.wait(CHECK_INTERVAL)
+            self._agents.note_stored()
 
     async def _check_start(self, now: float) -> None:
         """Raises StartTimeoutError if the ranks take too long to start; names those that are missing meanwhile."""
-        roster = self._agents.roster
-        missing = roster.num_agents, roster.missing_tasks(), roster.ranks_not_ready()
+        tasks, ranks = self._agents.missing()
+        what = policy.starting_message(self._agents.num_agents, tasks, ranks)
+        self._run.recorder.note_waiting(f"waiting: {what}")
         if now > self._deadline:
-            raise ending.start_timeout(self.job.start_timeout, *missing)
-        if now > self._say_at:
-            self._say_at = now + bounds.WAITING_INTERVAL()
-            self._run.recorder.announce("waiting", f"waiting: {policy.starting_message(*missing)}")
+            # Rank 0 opens the rendezvous after every rank has imported torch.
+            missing = [f"task {task}" for task in tasks] or [f"rank {rank}" for rank in ranks] or ["rank 0"]
+            why = f"the ranks did not start within start_timeout={self.job.start_timeout} s: {what}"
+            to_do = "raise start_timeout of the Launcher if they are only slow"
+            raise StartTimeoutError(f"{why}; {to_do}", missing=missing)
 
     def _note_start(self) -> None:
         """Records that every rank has started."""
@@ -239,22 +227,20 @@ class Attempt:
 
     async def _check_run(self, now: float) -> None:
         """Raises HangError if the ranks wait for each other and always will."""
-        agents, hangs, facts = self._agents, self._agents.hangs, self._facts
-        bound, directory = self.job.hang_timeout, self._run.own.run.directory
+        agents, hangs, facts, bound = self._agents, self._agents.hangs, self._facts, self.job.hang_timeout
 
         def is_over() -> bool:
-            return ending.cannot_succeed(facts, agents.roster.gone()) or self._run.watch.is_called_off()
+            return ending.cannot_succeed(facts, agents.gone()) or self._run.watch.is_called_off()
 
         if hangs.must_look(now):
             await agents.request_stacks(is_over, quiet=True)
-            if hangs.note_look(time.monotonic()) and not hangs.has_reported:
-                self._run.recorder.announce("waiting", hangs.notice(time.monotonic()))
-            if hangs.waits_for_returned(time.monotonic()) and not is_over():
-                raise ending.left_waiting(facts.returned, hangs.texts, directory)
-        if bound is not None and hangs.is_hung(now, bound, facts.over):
+            if line := hangs.look(time.monotonic()):
+                self._run.recorder.announce("waiting", line)
+        if hangs.find(now, bound, facts.over):
             await agents.request_stacks(is_over)
-            if hangs.is_hung(time.monotonic(), bound, facts.over) and not is_over():
-                raise ending.hung(bound, hangs.texts, hangs.silent, directory)
+            if (found := hangs.find(time.monotonic(), bound, facts.over)) and not is_over():
+                why, missing = found
+                raise ending.hung(why, hangs.texts, missing, facts.directory)
 
     async def _judge(self) -> Verdict:
         """Returns how an attempt has ended that cannot succeed: by the first cause, not by its consequences.
@@ -267,20 +253,22 @@ class Attempt:
         left = CAUSE_WINDOW()
         while left > 0 and not ending.is_certain(facts):
             began = time.monotonic()
-            await self._run.inbox.wait(WINDOW_STEP)
-            self._note_stored()
+            await self._run.watch.wait(WINDOW_STEP)
+            agents.note_stored()
             left -= min(WINDOW_STEP, time.monotonic() - began)
-        gone = agents.roster.gone()
+        gone = agents.gone()
         if facts.failures and not gone and ending.suspects(facts):
-            await agents.request_stacks(lambda: ending.is_certain(facts) or bool(agents.roster.gone()))
+            await agents.request_stacks(lambda: ending.is_certain(facts) or bool(agents.gone()))
             # A host that was cut off sends no signs of life.
             silent = agents.server.silent(bounds.STACKS_WINDOW())
-            gone = agents.roster.gone() or [member for member in agents.roster.numbered() if member.task in silent]
-        assert self._group is not None
-        explain, error = self._group.explain, facts.engine_error
-        # In a thread: the JVM has the text, and may hang.
-        explained = await reply_of(in_thread(functools.partial(explain, error))) if error else None
-        return ending.judge(facts, gone, lambda found: explained or explain(found), agents.hangs.texts)
+            gone = agents.gone() or [member for member in agents.members.values() if member.task in silent]
+        explained: RankZeroError | None = None
+        if facts.engine_ended:
+            assert self._group is not None
+            error = facts.engine_error or RuntimeError("the agents ended before every rank had returned")
+            # In a thread: the JVM has the text, and may hang.
+            explained = await reply_of(in_thread(functools.partial(self._group.explain, error)))
+        return ending.judge(facts, gone, explained, agents.hangs.texts)
 
     # -- ending --------------------------------------------------------------------------------
 
@@ -318,16 +306,18 @@ class Attempt:
                 server.broadcast(messages.Stop(self.job.stop_grace))
                 timeout, is_patient = self.job.stop_grace + bounds.STOP_MARGIN(), False
                 asked_at = alone_at = now
-            await self._run.inbox.wait(WINDOW_STEP)
-            self._note_stored()
+            await self._run.watch.wait(WINDOW_STEP)
+            agents.note_stored()
 
     async def _record(self, verdict: Verdict) -> None:
         """Makes the success durable: disconnects and exit handlers take time, and the driver may die meanwhile."""
         assert verdict.success is not None
-        recorded, deadline = self._run.recorder.commit(*verdict.success), time.monotonic() + STORE_OUTAGE()
-        recorded.add_done_callback(self._run.inbox.wake)
+        ref, value = verdict.success
+        recorded = self._run.recorder.change(result=ref.to_json(), value=value)
+        deadline = time.monotonic() + STORE_OUTAGE()
+        recorded.add_done_callback(self._run.watch.wake)
         while not (recorded.done() or time.monotonic() > deadline or self._run.watch.is_called_off()):
-            await self._run.inbox.wait(CHECK_INTERVAL)
+            await self._run.watch.wait(CHECK_INTERVAL)
 
     async def _cancel(self) -> None:
         """Ends the agents without their cooperation."""
@@ -338,42 +328,35 @@ class Attempt:
         await done_within(bounds.STOP_MARGIN() + 1, functools.partial(self._group.wait, bounds.STOP_MARGIN()))
 
     async def _settle(self, verdict: Verdict) -> Verdict:
-        """Waits for uploads to the store, less long once the run is cancelled; then unfinished ones are deleted.
+        """Waits for uploads to the store, less long once the run is cancelled; then removes what does not count.
 
         Returns:
             The verdict, corrected by what was stored or reported while the ranks were stopped.
         """
         is_cancelled = isinstance(verdict.error, RunCancelledError)
         timeout = bounds.STOP_MARGIN() if is_cancelled else bounds.CHECKPOINT_COMMIT_TIMEOUT()
-        deadline = time.monotonic() + timeout
-        self._committer.release()
-        deadline = await self._await_store(deadline)
+        deadline = await self._await_store(time.monotonic() + timeout)
         # Only now: until here, a value that was still being stored could have made the attempt a success.
-        if verdict.error and not self._facts.success:
-            self._storage.sweep()
-        else:
-            self._storage.abort_uploads()
-            if self._committer.has_rest:
-                self._committer.sweep()
+        verdict = ending.settled(verdict, self._facts)
+        self._storage.end(verdict.success[0].uri if verdict.success else "")
         await self._await_store(deadline)
-        return ending.settled(verdict, self._facts)
+        return verdict
 
     async def _await_store(self, deadline: float) -> float:
         """Waits until everything that arrived is stored; returns the deadline, which a cancel brings forward."""
-        while self._committer.is_busy:
+        while self._storage.is_busy:
             now = time.monotonic()
             if self._run.watch.is_called_off():
                 deadline = min(deadline, now + bounds.STOP_MARGIN())
             if now >= deadline:
                 break
-            await self._run.inbox.wait(CHECK_INTERVAL)
-        self._note_stored()
+            await self._run.watch.wait(CHECK_INTERVAL)
+        self._agents.note_stored()
         return deadline
 
     async def _close(self) -> None:
         """Disconnects the agents and releases what the attempt has opened."""
         self._run.recorder.note_places(self.job.num_processes, held=False)
-        await self._agents.close()
-        self._committer.close(0.0)
-        if self._scratch:
-            self._scratch.remove()
+        await self._agents.server.close()
+        self._storage.close(0.0)
+        self._files.close()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import base64
 import functools
 import logging
 import os
+import pickle
 import threading
 import time
 from collections import Counter
@@ -18,12 +19,10 @@ from rankzero import bounds, store
 from rankzero.driver.agents import Run
 from rankzero.driver.attempt import Attempt
 from rankzero.driver.ending import Verdict
-from rankzero.driver.places import Places
+from rankzero.driver.places import Places, remove_computed
 from rankzero.driver.policy import FAILURES_OF_A_BAD_HOST, Restarts
 from rankzero.driver.recorder import Recorder
-from rankzero.driver.tables import remove_computed
-from rankzero.driver.trackers import Trackers
-from rankzero.driver.watch import CHECK_INTERVAL, Inbox, Watch
+from rankzero.driver.watch import CHECK_INTERVAL, Watch
 from rankzero.engines.base import Engine
 from rankzero.errors import (
     HANG,
@@ -33,11 +32,16 @@ from rankzero.errors import (
     RunCancelledError,
     WorkerFailedError,
 )
-from rankzero.masking import Mask, secrets_of
+from rankzero.masking import Mask, secrets_of, without_credentials
 from rankzero.run.directory import Submission
 from rankzero.run.handle import RunHandle
-from rankzero.run.names import REPORT_FILE
-from rankzero.threads import ActionThread, Flag, in_thread, reply_of
+from rankzero.run.names import EVENTS, REPORT_FILE
+from rankzero.run.output import events_of
+from rankzero.threads import Flag, in_thread, reply_of
+from rankzero.tracking.tracker import Tracker
+
+TRACKER_POLL_INTERVAL = 1.0  # Seconds before each poll of the events, the first too: imports slow the ranks' start
+TRACKER_PAUSE_MAX = bounds.scaled(60.0)  # Most seconds until a tracker that keeps failing is called again
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +50,9 @@ class Driver:
     """Runs one submission of a run to its end and writes the outcome into the run directory.
 
     Attributes:
-        inbox: Receives what ends the run from outside.
         recorder: Writes the lines of this submission, also while its stage is started.
         places: The engine's session, which may leave a JVM behind.
-        watch: Watches for what ends the run from outside.
+        watch: Knows what ends the run from outside.
     """
 
     def __init__(
@@ -67,22 +70,17 @@ class Driver:
             own: The submission to drive.
             engine: The engine that places the agents.
             env: The user's environment for the ranks.
-            leased: True if the run outlives its caller, and cancels itself when no process follows it
-                (`Job.orphan_timeout`).
+            leased: True if the run cancels itself when no process follows it (`Job.orphan_timeout`).
             trackers: The result of `rankzero.submit.pack.pack_trackers`, or None.
         """
         self._own = own
         self._job = own.job
         self._env = env
-        self.inbox = Inbox()
         secrets = secrets_of(env) + secrets_of(engine.to_spec()[1].get("conf", {}))
         self.recorder = Recorder(own, Mask(secrets))
-        note = self._note_cancelling
-        self.watch = Watch(own, self.recorder, self.inbox, leased=leased, note_cancelling=note)
+        self.watch = Watch(own, self.recorder, leased=leased)
         self._trackers = Trackers(own, trackers)
-        self.places = Places(engine, own, self.recorder, self.inbox, self.watch.check)
-        self._drives = True
-        """False while another process may drive the run, and write its status."""
+        self.places = Places(engine, own, env, self.recorder, self.watch)
 
     def run(self, before: Callable[[], Awaitable[Exception | bool]] | None = None) -> None:
         """Runs the submission until it has ended. A failed run does not raise: its status reports the failure.
@@ -99,51 +97,57 @@ class Driver:
             runner.run(self._drive(before))
 
     async def _drive(self, before: Callable[[], Awaitable[Exception | bool]] | None) -> None:
-        self.inbox.attach()
-        self._drives = before is None
-        watching = asyncio.create_task(self.watch.follow())
+        await self.watch.start()
         try:
-            await self.watch.ready()
             refused = await before() if before else False
             if refused is not True:
-                self._drives = True
                 await self._run_to_its_end(refused or None)
         finally:
-            watching.cancel()
-            self.watch.thread.end()
+            self.watch.end()
 
     async def _run_to_its_end(self, refused: Exception | None) -> None:
         self.recorder.note_thread()
-        if self._job.submission:
-            # The page of the submission before.
-            self.watch.thread.submit(functools.partial(store.remove, self._own.run.path(REPORT_FILE)))
         self._trackers.start()
         try:
             outcome = await self._outcome(refused)
             # The files may be on a disk that hangs.
             await reply_of(in_thread(functools.partial(self.recorder.finish, **outcome), "rankzero-finish"))
-            if outcome["state"] == "succeeded" and self.recorder.is_success:
-                # The end is recorded, so no submission resumes from here and reads these rows.
-                removed = self.watch.thread.submit(functools.partial(remove_computed, self._job))
-                with contextlib.suppress(TimeoutError):
-                    await reply_of(removed, bounds.REPORT_TIMEOUT())
         finally:
-            self._trackers.end()
+            closing = in_thread(self._trackers.close, "rankzero-trackers")
             # After the final status, so callers do not wait while a SparkContext stops, which takes a second.
             await self.places.close()
-            if self._trackers:
-                await reply_of(in_thread(self._trackers.close, "rankzero-trackers"))
+            await reply_of(closing)
             if not self.recorder.superseded:
-                await write_report(self._own, self.watch.thread)
+                await self._after()
+
+    async def _after(self) -> None:
+        """Removes rows that no submission reads again, and writes the page of the run; a silent store is not awaited.
+
+        An error is only logged.
+        """
+
+        def act() -> None:
+            recorder = self.recorder
+            if recorder.end and recorder.status.result and not recorder.superseded:
+                remove_computed(self._job)
+            try:
+                write_report(self._own)
+            except Exception as error:
+                logger.warning("the report of the run could not be written: %s; `rankzero report` makes it", error)
+
+        try:
+            await reply_of(in_thread(act, "rankzero-report"), bounds.REPORT_TIMEOUT())
+        except TimeoutError:
+            what = "the report of the run takes more than %g s; `rankzero report` makes it"
+            logger.warning(what, bounds.REPORT_TIMEOUT())
 
     async def _outcome(self, refused: Exception | None) -> dict[str, Any]:
         """Returns the fields of the final status."""
         try:
             verdict = await self._attempt_until_done(refused)
-        except RunCancelledError as error:
-            return {"state": "cancelled", "error": error.to_json()}
         except RankZeroError as error:
-            return {"state": "failed", "error": error.to_json()}
+            state = "cancelled" if isinstance(error, RunCancelledError) else "failed"
+            return {"state": state, "error": error.to_json()}
         except BaseException as error:
             logger.exception("the driver failed")
             what = EngineError(f"the driver failed: {type(error).__name__}: {error}")
@@ -164,7 +168,7 @@ class Driver:
                     verdict = Verdict(error=error)
                 if verdict.error is None:
                     return verdict
-                after = budget.after(_restart_cause(verdict.error))
+                after = budget.after(cause := _restart_cause(verdict.error))
                 if after is None:
                     raise verdict.error
                 (budget, pause), refused, number = after, None, number + 1
@@ -173,7 +177,16 @@ class Driver:
                     if failures[host] == FAILURES_OF_A_BAD_HOST:
                         what = f"{host} made {failures[host]} attempts fail: take it out of the cluster"
                         self.recorder.announce("bad-host", what, host=host)
-                await self._pause(number, verdict.error, pause)
+                what = str(verdict.error).splitlines()[0]
+                logger.warning("attempt %s follows in %s s, because %s", number, pause, what)
+                of_restart = {"attempt": number, "cause": cause, "what": what, "pause": pause}
+                self.recorder.event({"type": "restart", **of_restart})
+                end = time.monotonic() + pause
+                self.watch.check()
+                while (left := end - time.monotonic()) > 0:
+                    await self.watch.wait(min(left, CHECK_INTERVAL))
+                    self.watch.check()
+                await self.places.drop_broken()
         except BaseException:
             # Processes that an attempt left behind end with the session, so it closes before the run has ended.
             await self.places.close()
@@ -182,31 +195,13 @@ class Driver:
     async def _attempt(self, number: int, preemptions: int) -> Verdict:
         """Makes one attempt and returns how it ended."""
         self.recorder.update(state="starting", phase="opening", attempt=number, preemptions=preemptions)
-        run = Run(self._own, self.places, self.recorder, self.inbox, self.watch, self._env)
+        run = Run(self._own, self.places, self.recorder, self.watch, self._env)
         attempt = Attempt(run, self._job, number)
         try:
             return await attempt.live()
         finally:
             # Tables are computed once.
             self._job = replace(self._job, files=attempt.job.files, queries=attempt.job.queries)
-
-    async def _pause(self, number: int, error: BaseException, pause: float) -> None:
-        """Records a restart, waits for the pause between two attempts, and closes the session if it is broken."""
-        cause, what = _restart_cause(error), str(error).splitlines()[0]
-        logger.warning("attempt %s follows in %s s, because %s", number, pause, what)
-        self.recorder.event({"type": "restart", "attempt": number, "cause": cause, "what": what, "pause": pause})
-        end = time.monotonic() + pause
-        self.watch.check()
-        while (left := end - time.monotonic()) > 0:
-            await self.inbox.wait(min(left, CHECK_INTERVAL))
-            self.watch.check()
-        await self.places.drop_broken()
-
-    def _note_cancelling(self) -> None:
-        """Records that the run is about to be cancelled, so that no other try attaches to it while its ranks stop."""
-        # A success stands, whatever the driver is asked for behind it.
-        if self._drives and not (self.recorder.status.cancelling or self.recorder.status.certain):
-            self.recorder.update(cancelling=True)
 
 
 def _restart_cause(error: BaseException) -> str | None:
@@ -246,7 +241,7 @@ class DriverThread(threading.Thread):
 
     def cancel(self) -> None:
         """Makes the driver end the run on request, without the store."""
-        self.driver.inbox.cancel()
+        self.driver.watch.cancel()
 
     def await_end(self, timeout: float) -> None:
         """Waits until the driver has finished, for at most ``timeout`` seconds."""
@@ -257,26 +252,87 @@ class DriverThread(threading.Thread):
         return b""
 
 
-async def write_report(own: Submission, thread: ActionThread) -> None:
-    """Writes the page of a run that has ended. An error is only logged, and a silent store is not waited for.
+def write_report(own: Submission) -> None:
+    """Writes the page of a run that has ended."""
+    # Imported here, since no launch waits for it.
+    from rankzero.report import page
 
-    Args:
-        own: The submission.
-        thread: The thread that writes.
-    """
+    text = page.draw(RunHandle(own.run.directory, job=own.job, follows=False))
+    store.write_bytes(own.run.path(REPORT_FILE), text.encode("utf-8", "replace"))
 
-    def write() -> None:
-        try:
-            # Imported here, since no launch waits for it.
-            from rankzero.report import page
 
-            text = page.draw(RunHandle(own.run.directory, job=own.job, follows=False))
-            store.write_bytes(own.run.path(REPORT_FILE), text.encode("utf-8", "replace"))
-        except Exception as error:
-            logger.warning("the report of the run could not be written: %s; `rankzero report` makes it", error)
+class Trackers:
+    """The trackers of one submission, while this process drives it."""
 
-    timeout = bounds.REPORT_TIMEOUT()
-    try:
-        await reply_of(thread.submit(write), timeout)
-    except TimeoutError:
-        logger.warning("the report of the run takes more than %g s; `rankzero report` makes it", timeout)
+    def __init__(self, own: Submission, packed: Mapping[str, Any] | None) -> None:
+        """Prepares the threads, and starts none. `rankzero.submit.pack.pack_trackers` has packed the trackers."""
+        self._ended = threading.Event()
+        self._feeds = [_Feed(own, pickled, self._ended) for pickled in (packed or {}).get("pickles", ())]
+
+    def start(self) -> None:
+        """Starts the threads that call the trackers."""
+        for feed in self._feeds:
+            feed.start()
+
+    def close(self) -> None:
+        """Calls each tracker for the last time, and waits for that, at most `TRACKERS_TIMEOUT` seconds."""
+        self._ended.set()
+        deadline = time.monotonic() + bounds.TRACKERS_TIMEOUT()
+        for feed in self._feeds:
+            feed.join(max(0.0, deadline - time.monotonic()))
+            if feed.is_alive():
+                logger.warning("%s has not taken the end of the run within %g s", feed.what, bounds.TRACKERS_TIMEOUT())
+
+
+class _Feed(threading.Thread):
+    """The thread that calls one tracker."""
+
+    def __init__(self, own: Submission, pickled: str, ended: threading.Event) -> None:
+        super().__init__(name="rankzero-tracker", daemon=True)
+        self._handle: RunHandle[Any] = RunHandle(own.run.directory, job=own.job, follows=False)
+        self._pickled = pickled
+        self._stream = self._handle.stream(EVENTS, earlier=False)
+        self._ended = ended
+        self._tracker: Tracker | None = None
+        self._has_begun = False
+        self.what = "a tracker"
+
+    def run(self) -> None:
+        """Polls the events until the run has ended, and then once more."""
+        pause, has_ended, has_warned = TRACKER_POLL_INTERVAL, False, False
+        while not has_ended:
+            has_ended = self._ended.wait(max(pause, self._handle.pace))
+            try:
+                self._poll()
+                if has_ended and self._tracker:
+                    self._tracker.end(self._handle, self._handle.status())
+                pause = TRACKER_POLL_INTERVAL
+            except Exception as error:
+                pause = min(2 * pause, TRACKER_PAUSE_MAX())
+                if not has_warned:
+                    # The error of a library may contain an address with a password, which it found in the environment.
+                    mask = Mask(secrets_of(vars(self._tracker) if self._tracker else {}) + secrets_of(os.environ))
+                    text = without_credentials(mask.text(f"{type(error).__name__}: {error}"))
+                    logger.warning("%s misses events of the run: %s", self.what, text)
+                has_warned = True
+
+    def _poll(self) -> None:
+        """Passes new events on to the tracker. Raises the tracker's exceptions."""
+        tracker = self._tracker
+        if tracker is None:
+            tracker = self._tracker = pickle.loads(base64.b64decode(self._pickled))
+            self.what = type(tracker).__name__
+            if tracker.is_idempotent:
+                self._stream = self._handle.stream(EVENTS)
+        if not self._has_begun:
+            tracker.begin(self._handle)
+            self._has_begun = True
+        status = self._handle.status()
+        end = None if status.final else self._stream.end(status)
+        while True:
+            before, lines, after = self._stream.position, self._stream.read(end), self._stream.position
+            self._stream.position = before if tracker.is_idempotent else after
+            tracker.add(self._handle, list(events_of(lines)))
+            self._stream.position = after
+            if not lines:
+                return

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rankzero.advice import known
 from rankzero.channel.messages import Failed
 from rankzero.driver import policy
-from rankzero.driver.hangs import RETURNED_HANG, is_waiting
 from rankzero.driver.policy import name_ranks
-from rankzero.driver.roster import Member
 from rankzero.errors import (
     KILLED,
     LOST,
@@ -27,32 +25,79 @@ from rankzero.errors import (
     HangError,
     RankZeroError,
     ResultError,
-    StartTimeoutError,
     WorkerFailedError,
 )
+from rankzero.host.network import is_loopback
 from rankzero.values.ref import ResultRef
 
 Success = tuple[ResultRef, list[Any]]
 """Rank 0's handle, and the value itself in a list if it is small JSON; else an empty list."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The failure of one rank.
+@dataclass
+class Member:
+    """An agent, as its driver knows it.
 
     Attributes:
-        rank: Global rank.
-        host: Host of the rank, as the host names itself.
-        report: The facts, with secrets masked.
-        placed_on: Host of the rank, as the engine names it; None before ranks are numbered.
-        order: Position in which the failure reached the driver, from 0.
+        host: Name or address of its host, as the engine knows it; ``address`` is the one from which it connects.
+        name: Name of its host, as the host itself reports it.
+        workers: Number of its ranks.
+        first_rank: Its first rank; until all agents have joined, the one that it would have with tasks in order.
+        ready: Those of its ranks, from 0, that have imported torch.
+        why_left: Text that explains why it exited before it was asked to, or is lost; None while it is needed.
+        restart_cause: The cause that then decides about a restart.
     """
+
+    task: int
+    host: str
+    address: str
+    name: str
+    python: str
+    gpus: Sequence[str]
+    workers: int
+    first_rank: int = 0
+    ready: set[int] = field(default_factory=set)
+    why_left: str | None = None
+    restart_cause: str = LOST
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this agent."""
+        return range(self.first_rank, self.first_rank + self.workers)
+
+    def leave(self, why: str, restart_cause: str = LOST) -> None:
+        """Records that the agent exited before it was asked to, or is lost; the first reason counts."""
+        if self.why_left is None:
+            self.why_left, self.restart_cause = why, restart_cause
+
+    def addresses(self, *, for_one_host: bool) -> list[str]:
+        """Returns the addresses under which all ranks may reach this agent's, the preferred one first."""
+        found = list(dict.fromkeys([self.host, self.address]))
+        # Elsewhere a loopback address means a different host.
+        return found if for_one_host else [one for one in found if not is_loopback(one)] or found
+
+    def why_unfit(self, python: str, use_gpu: bool) -> str | None:
+        """Returns a message that says why the agent cannot run ranks of this job; None if it can.
+
+        ``python`` is ``major.minor`` of the Python that pickled the function.
+        """
+        where = f"task {self.task} on {self.name}"
+        if ".".join(self.python.split(".")[:2]) != python:
+            text = f"the function was pickled by Python {python}, but {where} runs Python {self.python}"
+            return f"{text}: point spark.pyspark.python to a Python {python}"
+        if use_gpu and len(self.gpus) < self.workers:
+            return f"{where} was given the GPUs {self.gpus} for {self.workers} ranks; each rank needs one of its own"
+        return None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure of one rank: its host, as that names itself and as the engine does, and what is known of it."""
 
     rank: int
     host: str
+    placed_on: str
     report: Failed
-    placed_on: str | None = None
-    order: int = 0
 
     @property
     def restart_cause(self) -> str | None:
@@ -89,7 +134,6 @@ class Facts:
     """The reports of ranks, agents and engine so far, on which the end of an attempt depends.
 
     Attributes:
-        num_processes: Number of ranks.
         directory: The run directory, for the text of errors.
         returned: Ranks whose function has returned. They may still write checkpoints, and rank 0 its value.
         finished: Ranks whose checkpoints have arrived as well; rank 0 when its value is stored. The run needs nothing
@@ -98,9 +142,7 @@ class Facts:
         failures: The failures of ranks in the order in which they arrived.
         stored: Rank 0's value, once it is stored.
         refusal: An error of the driver itself, such as a store that refuses the value; the last one counts.
-        is_given_up: True once the stored values are about to be deleted, so that no success is possible any more.
-        engine_ended: True once the engine reports that all agents have ended.
-        engine_error: The error with which they did.
+        engine_ended: True once the engine reports that all agents have ended, with ``engine_error`` if with an error.
     """
 
     num_processes: int
@@ -111,7 +153,6 @@ class Facts:
     failures: list[Failure] = field(default_factory=list)
     stored: Success | None = None
     refusal: RankZeroError | None = None
-    is_given_up: bool = False
     engine_ended: bool = False
     engine_error: BaseException | None = None
 
@@ -131,19 +172,12 @@ class Facts:
     @property
     def success(self) -> Success | None:
         """The result as soon as every rank has finished; no later event takes a success back."""
-        return self.stored if len(self.finished) >= self.num_processes and not self.is_given_up else None
+        return self.stored if len(self.finished) >= self.num_processes else None
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The end of an attempt.
-
-    Attributes:
-        success: The result, if it succeeded.
-        error: The error, if it did not.
-        blamed: The host that may have caused the error, as the engine names it.
-        cause: The failure of a rank that the error reports, if it reports one.
-    """
+    """The end of an attempt: the result or the error, the host to blame by its name to the engine, and the cause."""
 
     success: Success | None = None
     error: BaseException | None = None
@@ -151,17 +185,8 @@ class Verdict:
     cause: Failure | None = None
 
 
-Explain = Callable[[BaseException], RankZeroError]
-"""Returns the typed error for an error of the engine."""
-
-
 def cannot_succeed(facts: Facts, gone: Sequence[Member]) -> bool:
-    """Returns True once a report excludes the success of the attempt.
-
-    Args:
-        facts: The reports so far.
-        gone: Agents that exited before they were asked to, or are lost.
-    """
+    """Returns True once a report excludes the success of the attempt, or an agent that is gone too early."""
     if facts.success:
         return False
     return bool(facts.failures or facts.refusal or facts.engine_ended or _needed(facts, gone))
@@ -169,23 +194,18 @@ def cannot_succeed(facts: Facts, gone: Sequence[Member]) -> bool:
 
 def is_certain(facts: Facts) -> bool:
     """Returns True if no later report can be the first cause of an attempt that cannot succeed."""
-    return bool(facts.success or facts.engine_ended or (facts.failures and not suspects(facts))) or bool(
-        facts.refusal and not facts.failures
-    )
+    if facts.failures:
+        return bool(facts.success) or not suspects(facts)
+    return bool(facts.success or facts.engine_ended or facts.refusal)
 
 
-def judge(
-    facts: Facts,
-    gone: Sequence[Member],
-    explain: Explain,
-    stacks: Mapping[int, str],
-) -> Verdict:
+def judge(facts: Facts, gone: Sequence[Member], explained: RankZeroError | None, stacks: Mapping[int, str]) -> Verdict:
     """Returns how an attempt has ended that has succeeded or cannot succeed.
 
     Args:
         facts: The reports.
         gone: Agents that exited before they were asked to, or are lost, or have been silent for long.
-        explain: Returns the typed error for the engine's error.
+        explained: The typed error of the engine, if all agents have ended.
         stacks: Stacks of ranks that have not failed, if only consequences are known.
     """
     if facts.success:
@@ -193,24 +213,23 @@ def judge(
     if facts.failures:
         if gone and all(failure.report.collateral for failure in facts.failures):
             # The peers of a lost host see only broken connections, even if that host had finished its own work.
-            return _lost(gone[0], facts, explain)
+            return _lost(gone[0], facts, explained)
         return failed(facts, {rank: stacks[rank] for rank in suspects(facts) if rank in stacks})
     if facts.refusal:
         return Verdict(error=facts.refusal)
     if needed := _needed(facts, gone):
-        return _lost(needed[0], facts, explain)
-    error = facts.engine_error or RuntimeError("the agents ended before every rank had returned")
-    return Verdict(error=explain(error))
+        return _lost(needed[0], facts, explained)
+    return Verdict(error=explained)
 
 
 def _needed(facts: Facts, gone: Sequence[Member]) -> list[Member]:
     """Returns the agents that are gone too early: one whose ranks have all finished is no longer needed."""
-    return [member for member in gone if not member.ranks or not facts.finished.issuperset(member.ranks)]
+    return [member for member in gone if not facts.finished.issuperset(member.ranks)]
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:
     """Returns the failure that explains the others: the earliest that is not a consequence of another one."""
-    return min(failures, key=lambda failure: (failure.report.collateral, failure.order))
+    return min(failures, key=lambda failure: failure.report.collateral)
 
 
 def suspects(facts: Facts) -> list[int]:
@@ -243,33 +262,23 @@ def host_to_blame(failures: Sequence[Failure]) -> str | None:
 def failed(facts: Facts, stacks: Mapping[int, str]) -> Verdict:
     """Returns the end of an attempt by failures of ranks; `judge` has stacks if only consequences are known."""
     cause = first_cause(facts.failures)
-    return Verdict(None, _failed(cause, facts, stacks), host_to_blame(facts.failures), cause)
-
-
-def _failed(cause: Failure, facts: Facts, stacks: Mapping[int, str]) -> RankZeroError:
-    report = cause.report
+    report, others = cause.report, group_others(facts.failures, cause)
     if report.cause == "no-torch":
-        return EngineError(report.message)
+        return Verdict(error=EngineError(report.message), cause=cause)
     if report.exception_type == "rankzero.errors.ResultError" and cause.restart_cause is None:
-        return ResultError(report.message)
-    others = group_others(facts.failures, cause)
-    same = sorted(other.rank for other in facts.failures if other is not cause and other.kind == cause.kind)
+        return Verdict(error=ResultError(report.message), cause=cause)
     text = [f"rank {cause.rank} on {cause.host} failed: {cause.headline}"]
     if report.traceback:
         text.append(report.traceback.rstrip())
     elif report.log_tail:
         text += [f"Last log lines of rank {cause.rank}:", *(f"  {line}" for line in report.log_tail)]
-    if same:
-        text.append(f"The same failure: {name_ranks(same)}")
-    if others:
-        text += ["Then failed:", *(f"  {line}" for line in others)]
+    text += _then_failed(others)
     if report.collateral:
         text.append("Only consequences are known: no rank reported a failure of its own.")
     if stacks:
         text += [f"{name_ranks(list(stacks))} had not failed.", *policy.stack_lines(stacks)]
-    text.append(f"Logs of all ranks: rankzero logs {shlex.quote(facts.directory)}")
-    return WorkerFailedError(
-        "\n".join(text),
+    error = WorkerFailedError(
+        "\n".join([*text, _logs(facts.directory)]),
         rank=cause.rank,
         host=cause.host,
         exception_type=report.exception_type,
@@ -277,87 +286,53 @@ def _failed(cause: Failure, facts: Facts, stacks: Mapping[int, str]) -> RankZero
         exit_code=report.exit_code,
         signal=report.signal,
         log_tail=report.log_tail,
-        others=([f"{name_ranks(same)}: the same"] if same else []) + others,
+        others=others,
         cause=cause.restart_cause,
     )
+    return Verdict(None, error, host_to_blame(facts.failures), cause)
 
 
 def group_others(failures: Sequence[Failure], cause: Failure | None = None) -> list[str]:
-    """Returns one line for each different failure after the first cause, with the ranks that share it."""
+    """Returns one line for each different failure beside the first cause, with the ranks that share it."""
     groups: dict[tuple[str, bool], list[Failure]] = {}
-    for failure in sorted(failures, key=lambda failure: failure.order):
-        if cause is None or failure.kind != cause.kind:
+    for failure in failures:
+        if failure is not cause:
             groups.setdefault(failure.kind, []).append(failure)
     lines = []
-    for (_, collateral), members in groups.items():
-        note = " (a consequence)" if collateral else ""
-        first_line = members[0].headline.splitlines()[0][:200]
-        lines.append(f"{name_ranks([failure.rank for failure in members])}: {first_line}{note}")
+    for kind, members in groups.items():
+        what = "the same" if cause and kind == cause.kind else members[0].headline.splitlines()[0][:200]
+        note = " (a consequence)" if kind[1] else ""
+        lines.append(f"{name_ranks([failure.rank for failure in members])}: {what}{note}")
     return lines
 
 
-def _lost(member: Member, facts: Facts, explain: Explain) -> Verdict:
+def _then_failed(others: Sequence[str]) -> list[str]:
+    return ["Then failed:", *(f"  {line}" for line in others)] if others else []
+
+
+def _logs(directory: str) -> str:
+    return f"Logs of all ranks: rankzero logs {shlex.quote(directory)}"
+
+
+def _lost(member: Member, facts: Facts, explained: RankZeroError | None) -> Verdict:
     """Returns the end of an attempt whose agent exited before it was asked to."""
-    first, cause = member.first_rank or 0, member.restart_cause
-    ranks = name_ranks(range(first, first + member.workers))
     why = member.why_left or "it sends no sign of life: its host died or the network to it is cut"
-    text = [f"task {member.task} on {member.name} ({ranks}) was lost: {why}"]
-    if facts.engine_ended and facts.engine_error:
-        explained = explain(facts.engine_error)
+    text = [f"task {member.task} on {member.name} ({name_ranks(member.ranks)}) was lost: {why}"]
+    cause = member.restart_cause
+    if explained and facts.engine_error:
         text.append(str(explained))
         cause = getattr(explained, "cause", None) or cause
-    if others := group_others(facts.failures):
-        text += ["Then failed:", *(f"  {line}" for line in others)]
-    blamed = member.host if member.restart_cause != PREEMPTED else None
-    return Verdict(error=EngineError("\n".join(text), cause=cause), blamed=blamed)
+    error = EngineError("\n".join(text + _then_failed(group_others(facts.failures))), cause=cause)
+    return Verdict(error=error, blamed=member.host if member.restart_cause != PREEMPTED else None)
 
 
-def hung(bound: float, stacks: Mapping[int, str], silent: list[int], directory: str) -> HangError:
-    """Returns the error of a run that hangs: the missing ranks, and the stack of each rank.
-
-    Args:
-        bound: Seconds without progress of any rank or, if some are silent, without their heartbeats.
-        stacks: The stack of each rank.
-        silent: Ranks that have returned and send no heartbeat.
-        directory: The run directory.
-    """
-    if silent:
-        why = f"{name_ranks(silent)} returned, and then sent no heartbeat for hang_timeout={bound} s"
-        return _hang_error(why, stacks, silent, directory)
-    waiting = {rank for rank, stack in stacks.items() if is_waiting(stack)}
-    missing = sorted(set(stacks) - waiting) if waiting else []
-    return _hang_error(f"no rank made progress for hang_timeout={bound} s", stacks, missing, directory)
-
-
-def left_waiting(returned: Collection[int], stacks: Mapping[int, str], directory: str) -> HangError:
-    """Returns the error of ranks that wait in a collective for ranks that have returned, with the stack of each."""
-    names = name_ranks(sorted(returned))
-    others = name_ranks(sorted(set(stacks) - set(returned)))
-    why = (
-        f"{names} returned, and {others} waited for {RETURNED_HANG():g} s in a collective that never ends without "
-        f"{names}: a training must call every collective in every rank equally often"
-    )
-    return _hang_error(why, stacks, sorted(returned), directory)
-
-
-def _hang_error(why: str, stacks: Mapping[int, str], missing: list[int], directory: str) -> HangError:
+def hung(why: str, stacks: Mapping[int, str], missing: Sequence[int], directory: str) -> HangError:
+    """Returns the error of a run that hangs, with the stacks; the missing ranks are those for which the others wait."""
     text = [why]
     if missing:
         waiting = sorted(set(stacks) - set(missing))
         text.append(f"{name_ranks(missing)} had not joined the collective in which {name_ranks(waiting)} waited")
     text += policy.stack_lines(dict(sorted(stacks.items(), key=lambda item: (item[0] not in missing, item[0]))))
-    text.append("Progress is a call of rankzero.train.report or a step of a torch optimizer.")
-    text.append(f"Logs of all ranks: rankzero logs {shlex.quote(directory)}")
-    return HangError("\n".join(text), stacks={str(rank): stack for rank, stack in stacks.items()}, missing=missing)
-
-
-def start_timeout(
-    bound: float, num_tasks: int, missing_tasks: Sequence[int], missing_ranks: Sequence[int]
-) -> StartTimeoutError:
-    """Returns the error of ranks that did not start within ``bound`` seconds; it names the missing tasks or ranks."""
-    # Rank 0 opens the rendezvous after every rank has imported torch.
-    missing = [f"task {task}" for task in missing_tasks] or [f"rank {rank}" for rank in missing_ranks] or ["rank 0"]
-    what = policy.starting_message(num_tasks, missing_tasks, missing_ranks)
-    to_do = "raise start_timeout of the Launcher if they are only slow"
-    text = f"the ranks did not start within start_timeout={bound} s: {what}; {to_do}"
-    return StartTimeoutError(text, missing=missing)
+    text += ["Progress is a call of rankzero.train.report or a step of a torch optimizer.", _logs(directory)]
+    found = {str(rank): stack for rank, stack in stacks.items()}
+    return HangError("\n".join(text), stacks=found, missing=list(missing))

@@ -29,26 +29,19 @@ class HangWatch:
 
     Attributes:
         stacks: The replies of ranks to the last request for their stacks.
-        silent: Ranks that have returned and whose heartbeats had stopped at the last call of `is_hung`.
-        has_reported: True once `notice` was called.
     """
 
     def __init__(self, num_processes: int) -> None:
-        """Creates a watch that has not received anything yet.
-
-        Args:
-            num_processes: Number of ranks.
-        """
+        """Creates a watch of so many ranks that has not received anything yet."""
         self._ranks = frozenset(range(num_processes))
         self._progress: dict[int, tuple[int, float]] = {}
         self._returned: set[int] = set()
         self._beats: dict[int, float] = {}
-        self.silent: list[int] = []
         self.stacks: dict[int, Stack] = {}
         self._before: dict[int, Stack] = {}
         self._looked_at = 0.0
         self._waiting_since: float | None = None
-        self.has_reported = False
+        self._has_reported = False
 
     def begin(self, now: float) -> None:
         """Starts the clocks, since every rank has started. A rank without heartbeats has some time to reach rank 0."""
@@ -65,13 +58,7 @@ class HangWatch:
     def on_return(self, rank: int, now: float) -> None:
         """Records that a rank's code has returned, its last progress. While it is alive, it may store its value."""
         self._returned.add(rank)
-        self._progress[rank] = -1, now
-        self._beats[rank] = now
-
-    @property
-    def progress_at(self) -> float:
-        """Monotonic time of the last progress or return of any rank."""
-        return max((when for _, when in self._progress.values()), default=0.0)
+        self._progress[rank], self._beats[rank] = (-1, now), now
 
     @property
     def texts(self) -> dict[int, str]:
@@ -79,44 +66,68 @@ class HangWatch:
         without = {rank: "it had returned" if rank in self._returned else policy.NO_REPLY for rank in self._ranks}
         return dict(sorted((without | {rank: stack.text for rank, stack in self.stacks.items()}).items()))
 
-    def is_hung(self, now: float, bound: float, over: Set[int]) -> bool:
-        """Returns True if no rank has progressed or, once all have returned, one of them has sent no heartbeat.
+    @property
+    def _progress_at(self) -> float:
+        return max((when for _, when in self._progress.values()), default=0.0)
+
+    @property
+    def _remaining(self) -> list[int]:
+        return sorted(self._ranks - self._returned)
+
+    def find(self, now: float, bound: float | None, over: Set[int]) -> tuple[str, list[int]] | None:
+        """Returns why the run hangs, and for which ranks the others wait by their `stacks`; None if it does not hang.
 
         Args:
             now: Monotonic time.
-            bound: Seconds after which that counts.
+            bound: Seconds without progress after which it hangs; None for the rule about returned ranks alone.
             over: Ranks that have sent their last report.
         """
-        if not self._returned.issuperset(self._ranks):
-            self.silent = []
-            return now - self.progress_at > bound
-        self.silent = [rank for rank in sorted(self._ranks - over) if now - self._beats[rank] > bound]
-        return bool(self.silent)
+        since, returned = self._waiting_since, name_ranks(list(self._returned))
+        if since is not None and self._progress_at <= since <= now - RETURNED_HANG() + RETURNED_NOTICE():
+            why = f"{name_ranks(self._remaining)} waited for {RETURNED_HANG():g} s in a collective that never ends"
+            must = "a training must call every collective in every rank equally often"
+            return f"{returned} returned, and {why} without {returned}: {must}", sorted(self._returned)
+        if bound is None:
+            return None
+        if not self._remaining:
+            silent = [rank for rank in sorted(self._ranks - over) if now - self._beats[rank] > bound]
+            why = f"{name_ranks(silent)} returned, and then sent no heartbeat for hang_timeout={bound} s"
+            return (why, silent) if silent else None
+        if now - self._progress_at <= bound:
+            return None
+        waiting = {rank for rank, stack in self.stacks.items() if is_waiting(stack.text)}
+        return f"no rank made progress for hang_timeout={bound} s", sorted(self._ranks - waiting) if waiting else []
 
     def must_look(self, now: float) -> bool:
         """Returns True if some ranks have returned without other progress, and stacks show what the others do."""
-        remaining = self._ranks - self._returned
-        if not self._returned or not remaining or now - self.progress_at < RETURNED_NOTICE():
+        if not (self._returned and self._remaining) or now - self._progress_at < RETURNED_NOTICE():
             self._waiting_since, self._looked_at = None, 0.0
             self._before.clear()
             return False
         return now - self._looked_at >= RETURNED_NOTICE()
 
-    def note_look(self, now: float) -> bool:
-        """Judges the `stacks` that were requested because of `must_look`; returns False after progress meanwhile."""
-        remaining = self._ranks - self._returned
-        is_still = bool(remaining) and now - self.progress_at >= RETURNED_NOTICE()
+    def look(self, now: float) -> str | None:
+        """Judges the `stacks` that were requested because of `must_look`.
+
+        Returns:
+            A line about what the ranks do that have not returned, the first time; else None.
+        """
+        remaining, still = self._remaining, now - self._progress_at
+        is_still = bool(remaining) and still >= RETURNED_NOTICE()
         if not (is_still and all(self._waits(rank, now - self._looked_at) for rank in remaining)):
             self._waiting_since = None
         elif self._waiting_since is None:
             self._waiting_since = now
         self._before, self._looked_at = dict(self.stacks), now
-        return is_still
-
-    def waits_for_returned(self, now: float) -> bool:
-        """Returns True if the remaining ranks have waited in collectives for `RETURNED_HANG` without progress."""
-        since = self._waiting_since
-        return since is not None and now - since >= RETURNED_HANG() - RETURNED_NOTICE()
+        if not is_still or self._has_reported:
+            return None
+        self._has_reported = True
+        groups: dict[str, list[int]] = {}
+        for rank in remaining:
+            stack = self.stacks.get(rank)
+            groups.setdefault(describe(stack.text) if stack else "did not answer", []).append(rank)
+        places = "; ".join(f"{name_ranks(ranks)} {what}" for what, ranks in groups.items())
+        return f"{name_ranks(list(self._returned))} returned, without other progress for {still:.0f} s: {places}"
 
     def _waits(self, rank: int, elapsed: float) -> bool:
         stack, before = self.stacks.get(rank), self._before.get(rank)
@@ -126,20 +137,6 @@ class HangWatch:
             return True
         is_idle = stack.cpu is None or before.cpu is None or stack.cpu - before.cpu <= IDLE_SHARE * elapsed
         return is_idle and stack.text == before.text
-
-    def notice(self, now: float) -> str:
-        """Returns a message about what the ranks do that have not returned."""
-        self.has_reported = True
-        groups: dict[str, list[int]] = {}
-        for rank in sorted(self._ranks - self._returned):
-            stack = self.stacks.get(rank)
-            groups.setdefault(describe(stack.text) if stack else "did not answer", []).append(rank)
-        have = "has" if len(self._returned) == 1 else "have"
-        places = "; ".join(f"{name_ranks(ranks)} {what}" for what, ranks in groups.items())
-        return (
-            f"{name_ranks(sorted(self._returned))} {have} returned, without other progress for "
-            f"{now - self.progress_at:.0f} s: {places}"
-        )
 
 
 def is_waiting(stack: str) -> bool:
@@ -154,16 +151,10 @@ def is_waiting(stack: str) -> bool:
 
 
 def describe(stack: str) -> str:
-    """Returns a few words about what a rank does, and the line of user code that called it."""
-    frames = _frames(stack)
-    if not frames:
-        return "runs native code"
-    verb = "waits" if is_waiting(stack) else "is"
-    names = [name for path, _, name in frames if any(sign in path for sign in _WAITING) and "logger" not in path]
-    what = (names or [frames[0][2]])[0]
-    own = next((frame for frame in frames if not any(library in frame[0] for library in _LIBRARIES)), None)
-    where = f", {own[0].rpartition('/')[2]}:{own[1]} in {own[2]}" if own else ""
-    return f"{verb} in {what}{where}"
+    """Returns whether a rank waits for others, and the line of user code at which it is."""
+    own = next((frame for frame in _frames(stack) if not any(library in frame[0] for library in _LIBRARIES)), None)
+    what = "waits in a collective" if is_waiting(stack) else "works"
+    return f"{what}, {own[0].rpartition('/')[2]}:{own[1]} in {own[2]}" if own else what
 
 
 def _frames(stack: str) -> list[tuple[str, int, str]]:

@@ -12,20 +12,23 @@ import argparse
 import functools
 import json
 import logging
+import math
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from rankzero import bounds, store
 from rankzero.bounds import STORE_OUTAGE, STORE_RETRY_INTERVAL
-from rankzero.driver.delegation import Delegation
+from rankzero.channel.connection import new_secret
 from rankzero.driver.driver import Driver
+from rankzero.driver.places import cancel_late
 from rankzero.engines.base import Engine
-from rankzero.errors import InvalidJobError, RunNotFoundError
+from rankzero.errors import InvalidJobError, RankZeroError, RunNotFoundError, StartTimeoutError
 from rankzero.host import processes
 from rankzero.host.processes import (
     allow_open_files,
@@ -39,9 +42,15 @@ from rankzero.host.processes import (
 from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.names import DRIVER_LOG
 from rankzero.run.observer import CANCEL
+from rankzero.task.stage import OVER
+from rankzero.threads import ActionThread, done_within, reply_of
+
+if TYPE_CHECKING:
+    from rankzero.engines.connect.session import ConnectGroup, ConnectSession
 
 logger = logging.getLogger(__name__)
 
+STAGE_END_TIMEOUT = bounds.scaled(5.0)  # For a stage to end after its driver; then it is cancelled
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"  # Format of the lines in a driver's own log
 
 
@@ -61,13 +70,20 @@ def when_gone(process: dict[str, Any], then: Callable[[], None]) -> None:
     threading.Thread(target=watch, name="rankzero-owner", daemon=True).start()
 
 
-def main() -> None:
-    """Entry point of the detached driver."""
-    parser = argparse.ArgumentParser(prog="python -m rankzero.driver.main", description=__doc__)
+def _arguments(what: str | None, *options: tuple[str, dict[str, Any]]) -> argparse.Namespace:
+    """Returns the arguments of this process: the run directory, the submission to drive, and these options."""
+    parser = argparse.ArgumentParser(prog="python -m rankzero.driver.main", description=what)
     parser.add_argument("run_directory")
     parser.add_argument("--submission", type=int, required=True, help="which submission of the run to drive")
-    arguments = parser.parse_args()
+    for name, settings in options:
+        parser.add_argument(name, **settings)
     settle_signals()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Entry point of the detached driver."""
+    arguments = _arguments(__doc__)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     drive(RunDirectory(arguments.run_directory), arguments.submission, json.load(sys.stdin), is_here=True)
 
@@ -109,19 +125,19 @@ def drive(
     driver = Driver(own, engine, private["env"], leased=owner is None, trackers=trackers)
 
     def on_signal(number: int, _: object) -> None:
-        driver.inbox.interrupt(f"the driver got {signal.Signals(number).name}")
+        driver.watch.interrupt(f"the driver got {signal.Signals(number).name}")
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, on_signal)
-    signal.signal(CANCEL, lambda *_: driver.inbox.cancel())
+    signal.signal(CANCEL, lambda *_: driver.watch.cancel())
     if owner is not None:
         exited = "the process that called run() has exited"
-        when_gone(owner, functools.partial(driver.inbox.interrupt, exited))
+        when_gone(owner, functools.partial(driver.watch.interrupt, exited))
     elif private.get("retrier"):
-        when_gone(private["retrier"], driver.inbox.note_retrier_gone)
+        when_gone(private["retrier"], driver.watch.retrier_gone.set)
     code = 1
     try:
-        driver.run(Delegation(own, engine, private, driver).run if may_delegate else None)
+        driver.run(Delegation(own, private, driver).run if may_delegate else None)
         code = int(driver.recorder.superseded)
     except BaseException:
         logger.exception("the outcome of the run could not be written")
@@ -132,6 +148,119 @@ def drive(
             processes.kill_descendants()
         # A driver whose run has ended must exit even if a JVM or a thread hangs.
         os._exit(code)
+
+
+class Delegation:
+    """A stage whose task 0 runs the driver of the run.
+
+    The process that claims the submission drives the run. Until then this process writes lines about its waiting, and
+    no status. After the driver in the stage has claimed it, this process only keeps the connection of the stage.
+    """
+
+    def __init__(self, own: Submission, private: Mapping[str, Any], driver: Driver) -> None:
+        """Prepares the object without opening a session. ``driver`` is that of this process."""
+        self._own, self._private, self._folder = own, private, own.path("stage")
+        self._watch, self._recorder, self._places = driver.watch, driver.recorder, driver.places
+        self._group: ConnectGroup | None = None
+        self._ended: BaseException | None = None
+        self._store = ActionThread("rankzero-stage")
+
+    async def run(self) -> Exception | bool:
+        """Starts the stage and follows it until it has ended. Raises errors of the store: then nothing may be written.
+
+        Returns:
+            True if the driver in the stage had the run. Else this process has claimed it and must drive it: False if
+            the stage failed before its driver had claimed it, or the error that prevented its start.
+        """
+        refused: Exception | bool = False
+        try:
+            await self._start(time.monotonic() + self._own.job.start_timeout)
+        except Exception as error:
+            refused = error
+        must_claim = refused or not await self._asked(self._own.has_driver)
+        # The first claim counts: that of this process, or of the driver in the stage.
+        if not (must_claim and await self._asked(self._own.claim_driver)):
+            await self._follow()
+            return True
+        if self._group:
+            await done_within(bounds.STOP_MARGIN(), self._group.cancel)
+        await self._places.close()
+        if not refused:
+            why = str(self._explained()).splitlines()[0]
+            self._recorder.announce("engine", f"the run is driven from this host, not in its stage: {why}")
+        return refused
+
+    async def _asked(self, action: Callable[[], bool]) -> bool:
+        return await reply_of(self._store.submit(action), bounds.STORE_OUTAGE())
+
+    async def _start(self, deadline: float) -> None:
+        """Starts the stage, and returns when its driver has claimed the submission or the stage has ended."""
+        own, job, env, began = self._own, self._own.job, self._private["env"], time.monotonic()
+        session = cast("ConnectSession", await self._places.open(deadline))
+        num_tasks = await self._places.reserve(session, deadline)
+        stage = {
+            "directory": own.run.directory,
+            "nonce": job.nonce,
+            "submission": job.submission,
+            "folder": self._folder,
+            "secret": new_secret(),
+            "num_tasks": num_tasks,
+            "place": session.place,
+            "encrypts": job.encrypts(by_default=session.encrypts),
+            "trackers": self._private["trackers"],
+        }
+
+        def start() -> ConnectGroup:
+            store.make_directory(self._folder)
+            config = {"env": env, "use_gpu": job.use_gpu, "stage": stage}
+            return session.host_driver(num_tasks, config, self._on_end)
+
+        self._group = await self._places.request(start, deadline, if_late=cancel_late)
+        while not self._ended:
+            if await self._watch.reply_of(self._store.submit(own.has_driver), self._watch.check):
+                return
+            if (now := time.monotonic()) > deadline:
+                raise StartTimeoutError(
+                    f"the stage of {num_tasks} tasks did not start within start_timeout={job.start_timeout} s: "
+                    f"{session.place} may have fewer free slots; free some, or give more time",
+                    missing=[f"task {task}" for task in range(num_tasks)],
+                )
+            what = f"waiting for {session.place} to begin {num_tasks} tasks, for {now - began:.0f} s"
+            self._recorder.note_waiting(what)
+            await self._watch.wait(bounds.POLL_INTERVAL)
+
+    async def _follow(self) -> None:
+        """Keeps the connection until the stage has ended; this process may exit before that."""
+        if not self._group:
+            return
+        logger.info("the run is driven in its stage; this process keeps the connection to %s", self._own.job.engine)
+        over_at = math.inf
+
+        def is_over() -> bool:
+            # Or the run was removed meanwhile.
+            return store.exists(store.join(self._folder, OVER)) or not self._own.has_driver()
+
+        reply = self._store.submit(is_over)
+        while not self._ended:
+            # The store may hang, while the stage continues.
+            if over_at == math.inf and reply.done():
+                over_at, reply = time.monotonic() if reply.result() else math.inf, self._store.submit(is_over)
+            if time.monotonic() - over_at > STAGE_END_TIMEOUT():
+                await done_within(bounds.STOP_MARGIN(), self._group.cancel)
+                return
+            if self._watch.interrupted:
+                logger.info("this process exits (%s), and the stage continues", self._watch.interrupted)
+                return
+            await self._watch.wait(bounds.POLL_INTERVAL)
+        logger.info("the stage has ended, with the driver of the run in it: %s", self._explained())
+
+    def _on_end(self, error: BaseException | None) -> None:
+        self._ended = error or RuntimeError("the stage ended before the run did")
+        self._watch.wake()
+
+    def _explained(self) -> RankZeroError:
+        assert self._group
+        return self._group.explain(self._ended or RuntimeError("the stage ended before the run did"))
 
 
 def _engine_of(spec: dict[str, Any], private: dict[str, Any]) -> Engine:
@@ -163,7 +292,13 @@ def main_in_stage() -> None:
     processes.signal_on_parent_death(signal.SIGKILL)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     stage = json.loads(sys.stdin.buffer.readline())
-    threading.Thread(target=_end_with_task, name="rankzero-task", daemon=True).start()
+
+    def end_with_task() -> None:
+        # The next submission of the run continues it.
+        readable([sys.stdin.fileno()], None)
+        os._exit(1)
+
+    threading.Thread(target=end_with_task, name="rankzero-task", daemon=True).start()
     run = RunDirectory(stage["directory"])
     engine = StageEngine(
         stage["folder"], stage["num_tasks"], stage["host"], stage["secret"], stage["place"], stage["encrypts"]
@@ -174,15 +309,6 @@ def main_in_stage() -> None:
     drive(run, stage["submission"], stage, engine=engine)
 
 
-def _end_with_task() -> None:
-    """Exits when the task ends. The next submission of the run continues it."""
-    try:
-        while sys.stdin.buffer.read(1):
-            pass
-    finally:
-        os._exit(1)
-
-
 def main_on_cluster() -> None:
     """Entry point of a driver that a Spark cluster starts as the program of an application, below the driver's JVM.
 
@@ -191,12 +317,7 @@ def main_on_cluster() -> None:
     """
     from rankzero.engines.spark.submit import read_private
 
-    parser = argparse.ArgumentParser(description=main_on_cluster.__doc__)
-    parser.add_argument("run_directory")
-    parser.add_argument("--submission", type=int, required=True, help="which submission of the run to drive")
-    parser.add_argument("--private", required=True, help="where the secrets are: env:NAME or conf:NAME")
-    arguments = parser.parse_args()
-    settle_signals()
+    arguments = _arguments(__doc__, ("--private", {"required": True, "help": "where secrets are: env: or conf:NAME"}))
     parent = {"pid": os.getppid(), "start": process_start(os.getppid()), "namespace": process_namespace()}
     private = read_private(arguments.private)
     run = RunDirectory(arguments.run_directory)

@@ -8,21 +8,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TypeVar
 
-from rankzero import bounds
+from rankzero import bounds, store
+from rankzero.data.manifest import FILE, Manifest, from_bytes, to_bytes
 from rankzero.driver import policy
 from rankzero.driver.recorder import Recorder
-from rankzero.driver.tables import Tables
-from rankzero.driver.watch import Inbox
+from rankzero.driver.watch import Watch
 from rankzero.engines.base import AgentGroup, Engine, EngineSession, words_of
-from rankzero.errors import LOST, EngineError, RankZeroError, StartTimeoutError
+from rankzero.errors import LOST, EngineError, RankZeroError, RunCancelledError, StartTimeoutError
 from rankzero.job import Job
 from rankzero.run.directory import Submission
 from rankzero.threads import ActionThread, done_within, in_thread, reply_of
+from rankzero.values.digest import digest_of
+
+logger = logging.getLogger(__name__)
 
 SESSION_CLOSE_TIMEOUT = bounds.stretched(10.0)  # For an engine session to close (a SparkContext to stop)
 SLOTS_TIMEOUT = bounds.stretched(2.0)  # To wait for slots that are asked for as start_timeout ends
@@ -40,65 +46,47 @@ class Places:
     """Holds the engine session of a run, one at a time, and makes requests to it."""
 
     def __init__(
-        self, engine: Engine, own: Submission, recorder: Recorder, inbox: Inbox, check: Callable[[], None]
+        self, engine: Engine, own: Submission, env: Mapping[str, str], recorder: Recorder, watch: Watch
     ) -> None:
-        """Prepares the object without opening a session.
-
-        Args:
-            engine: The engine to open.
-            own: The submission.
-            recorder: Receives lines about what the run waits for.
-            inbox: The driver's inbox, which each reply wakes.
-            check: Raises the typed error if the run must end.
-        """
+        """Prepares the object without opening a session, for ranks with the user's environment ``env``."""
         self._engine = engine
         self._own = own
+        self._env = env
         self._recorder = recorder
-        self._inbox = inbox
-        self._check = check
+        self._watch = watch
         self._thread = ActionThread()
         self.session: EngineSession | None = None
+        self._url: str | None = None
         self.left_nothing = True
         """False if a session did not close, so a JVM that was stopped may still exist."""
 
-    async def open(self, job: Job, env: Mapping[str, str], deadline: float) -> EngineSession:
-        """Returns the run's session, which is opened now if there is none.
-
-        Args:
-            job: The job.
-            env: The user's environment for the ranks.
-            deadline: Monotonic time by which every rank must have started.
-
-        Raises:
-            RankZeroError: the engine refuses the job or does not reply in time, or the run must end.
-        """
+    async def open(self, deadline: float) -> EngineSession:
+        """Returns the run's session, which is opened now if there is none. Raises as `request`."""
         if self.session:
             return self.session
 
-        def open_it() -> tuple[EngineSession, str | None]:
-            self._engine.start_ahead(job, env)
-            session = self._engine.open(job)
+        def open_it() -> EngineSession:
+            self._engine.start_ahead(self._own.job, self._env)
+            session = self._engine.open(self._own.job)
             # A missing link must not fail a run.
             with contextlib.suppress(Exception):
-                return session, session.url
-            return session, None
+                self._url = session.url
+            return session
 
-        def close_late(reply: Future[tuple[EngineSession, str | None]]) -> None:
+        def close_late(reply: Future[EngineSession]) -> None:
             if not reply.exception():
-                in_thread(reply.result()[0].close)
+                in_thread(reply.result().close)
 
-        session, url = await self.request(open_it, job, deadline, if_late=close_late)
-        self.session = session
+        session = self.session = await self.request(open_it, deadline, if_late=close_late)
         for note in session.notes:
             self._recorder.announce("engine", note)
-        if url:
-            self._recorder.update(engine_url=url)
+        if self._url:
+            self._recorder.update(engine_url=self._url)
         return session
 
     async def request(
         self,
         action: Callable[[], T],
-        job: Job,
         deadline: float | None,
         *,
         if_late: Callable[[Future[T]], None] | None = None,
@@ -107,32 +95,29 @@ class Places:
 
         Args:
             action: The request, which a thread makes.
-            job: The job, for the words of an error.
             deadline: Monotonic time at which the wait ends; None for a request that reports its own progress.
             if_late: Called with the reply if it arrives after the wait has ended.
 
         Raises:
             RankZeroError: the engine failed or has not replied in time, or the run must end.
         """
-        began = time.monotonic()
-        say_at, bound = began + bounds.WAITING_INTERVAL(), job.start_timeout
+        began, job = time.monotonic(), self._own.job
         name = job.engine.get("master") or job.engine.get("server") or job.engine.get("kind")
         reply = self._thread.submit(functools.partial(_with_typed_error, action))
 
         def check() -> None:
-            nonlocal say_at
-            self._check()
+            self._watch.check()
             now = time.monotonic()
-            if deadline is not None and now > say_at:
-                say_at = now + bounds.WAITING_INTERVAL()
-                what = f"waiting for the engine {name} to answer, for {now - began:.0f} s"
-                self._recorder.announce("waiting", what)
-            if deadline is not None and now > deadline and not reply.done():
-                what = f"the engine {name} did not answer within start_timeout={bound} s"
+            if deadline is None or reply.done():
+                return
+            if now - began > bounds.WAITING_INTERVAL():
+                self._recorder.note_waiting(f"waiting for the engine {name} to answer, for {now - began:.0f} s")
+            if now > deadline:
+                what = f"the engine {name} did not answer within start_timeout={job.start_timeout} s"
                 raise StartTimeoutError(what, missing=["engine"])
 
         try:
-            return await self._inbox.reply_of(reply, check)
+            return await self._watch.reply_of(reply, check)
         except BaseException:
             # The request may never return, so later ones do not wait for it.
             self._abandon()
@@ -141,36 +126,43 @@ class Places:
             raise
 
     async def read_tables(self, job: Job, session: EngineSession) -> Job:
-        """Computes the tables that ranks read, without a deadline, since that may take longer than any start.
-
-        Returns:
-            The job, with the locations of the tables.
-        """
-        tables, loop = Tables(self._own, job, session), asyncio.get_running_loop()
+        """Computes the tables that ranks read, and returns the job with their locations. That may take long."""
+        stopped, ended, loop = threading.Event(), threading.Event(), asyncio.get_running_loop()
 
         def say(text: str) -> None:
             loop.call_soon_threadsafe(lambda: self._recorder.announce("engine", text))
 
+        def check() -> None:
+            if stopped.is_set():
+                raise RunCancelledError("the run was cancelled while its datasets were computed")
+
+        def compute() -> Job:
+            try:
+                return compute_tables(self._own, job, session, say, check)
+            finally:
+                ended.set()
+
         try:
-            return await self.request(functools.partial(tables.read, say), job, None)
+            return await self.request(compute, None)
         except BaseException:
             # Stops the engine's work, too.
-            await done_within(SESSION_CLOSE_TIMEOUT(), lambda: tables.stop(SESSION_CLOSE_TIMEOUT()))
+            stopped.set()
+            await done_within(SESSION_CLOSE_TIMEOUT() + 1.0, functools.partial(ended.wait, SESSION_CLOSE_TIMEOUT()))
             raise
 
-    async def reserve(self, job: Job, session: EngineSession, deadline: float) -> int:
+    async def reserve(self, session: EngineSession, deadline: float) -> int:
         """Waits until enough slots exist and no more of them appear, and reserves them; returns their number.
 
         Raises:
             StartTimeoutError: too few exist at the deadline.
             RankZeroError: the engine failed, or the run must end.
         """
-        began = changed = time.monotonic()
-        say_at, before, least = began + bounds.WAITING_INTERVAL(), -1, job.least_tasks
+        job, began, before = self._own.job, time.monotonic(), -1
+        changed, least = began, job.least_tasks
         while True:
             # The engine's reply is a better reason for an error than that it has not replied yet.
             limit = max(deadline, time.monotonic() + SLOTS_TIMEOUT())
-            slots, provable = await self.request(functools.partial(_count_slots, session), job, limit)
+            slots, provable = await self.request(functools.partial(_count_slots, session), limit)
             now = time.monotonic()
             # Slots that exist count more than the most that settings allow.
             most = max(least, min(job.num_tasks, provable or job.num_tasks))
@@ -178,17 +170,14 @@ class Places:
                 before, changed = slots, now
             waited = job.start_timeout - (deadline - now)
             num_tasks = policy.place(slots, least, most, now - changed, waited, job.start_timeout)
-            if num_tasks and await self.request(functools.partial(session.reserve, num_tasks), job, limit):
+            if num_tasks and await self.request(functools.partial(session.reserve, num_tasks), limit):
                 return num_tasks
             what = policy.waiting_message(session.place, slots, least, most, now - began, job.start_timeout)
             if now > deadline and slots < least:
                 missing = [f"task {task}" for task in range(slots, least)]
                 raise StartTimeoutError(f"{what}: add what is missing, or lower num_processes", missing=missing)
-            if now > say_at:
-                say_at = now + bounds.WAITING_INTERVAL()
-                self._recorder.announce("waiting", what)
-            await self._inbox.wait(bounds.POLL_INTERVAL)
-            self._check()
+            self._recorder.note_waiting(what)
+            await self._watch.wait(bounds.POLL_INTERVAL)
 
     async def drop_broken(self) -> None:
         """Closes a session that the next attempt cannot use, or that does not reply, as a JVM that was stopped."""
@@ -229,15 +218,67 @@ def _count_slots(session: EngineSession) -> tuple[int, int | None]:
     Raises:
         EngineError: the session has ended; the run can continue with another one.
     """
-    ended = EngineError(
-        f"the SparkContext or its JVM ended while the run waited for the slots of {session.place}", cause=LOST
-    )
+    cause: Exception | None = None
     try:
         found = session.slots(), session.most_slots
+        if found[0] or session.is_usable():
+            return found
     except Exception as error:
         if session.is_usable():
             raise
-        raise ended from error
-    if not found[0] and not session.is_usable():
-        raise ended
-    return found
+        cause = error
+    what = f"the SparkContext or its JVM ended while the run waited for the slots of {session.place}"
+    raise EngineError(what, cause=LOST) from cause
+
+
+def remove_computed(job: Job) -> None:
+    """Removes the rows that were computed for a training that has succeeded, since no attempt reads them again."""
+    try:
+        for manifest in (_read(job.files[FILE]["location"]) if FILE in job.files else {}).values():
+            if manifest.folder:
+                store.remove(manifest.folder)
+    except Exception as error:
+        # The run has succeeded nevertheless, and removing its directory removes the rows, too.
+        logger.warning("the rows of run %s were not removed: %s", job.run_id, error)
+
+
+def compute_tables(
+    own: Submission, job: Job, session: EngineSession, say: Callable[[str], None], check: Callable[[], None]
+) -> Job:
+    """Computes the tables and queries of a job; a resumed training gets the rows with which it began.
+
+    Returns:
+        The job with their locations.
+
+    Raises:
+        InvalidJobError: a table does not exist, has too few rows, or has a column that cannot become a tensor.
+        EngineError: the engine failed.
+        RunCancelledError: by ``check``, which the engine calls often.
+    """
+    made: dict[str, Manifest] = {}
+    try:
+        known = from_bytes(store.read_bytes(job.files[FILE]["location"])) if FILE in job.files else {}
+        # Drivers of earlier submissions have computed them, or an earlier driver of this one.
+        for place in [*own.earlier(), own.directory]:
+            computed = _read(store.join(place, FILE))
+            names = [name for name in computed if name in job.queries]
+            known |= {name: computed[name] for name in names if store.exists(computed[name].files[0].location)}
+        for name, query in job.queries.items():
+            if name not in known:
+                known[name] = made[name] = session.read_table(query, own.new_dataset(name), name, say, check)
+                known[name].check_rows(name, job.num_processes)
+        data, location = to_bytes(known), own.path(FILE)
+        store.write_bytes(location, data, durable=True)
+    except BaseException:
+        for manifest in made.values():
+            store.remove(str(manifest.folder))
+        raise
+    described = {"location": location, "size": len(data), "absolute": False, "digest": digest_of([data])}
+    return replace(job, files={**job.files, FILE: described}, queries={})
+
+
+def _read(location: str) -> dict[str, Manifest]:
+    try:
+        return from_bytes(store.read_bytes(location))
+    except FileNotFoundError:
+        return {}

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rankzero import bounds
-from rankzero.bounds import HEARTBEAT_INTERVAL
 from rankzero.errors import PREEMPTED
 from rankzero.job import Job
 
@@ -48,7 +47,7 @@ def place(slots: int, least: int, most: int, unchanged: float, waited: float, bo
     """Returns the number of tasks that an attempt starts with now; None to wait for more slots.
 
     An elastic attempt (``least < most``) waits for ``most`` while new slots appear, then starts with those that exist.
-    It waits for half of the bound at most: the ranks need the rest to start.
+    It waits for half of the bound at most, within which its ranks must have started: they need the rest.
 
     Args:
         slots: Slots that exist.
@@ -76,13 +75,10 @@ def name_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
 
 
 def waiting_message(where: str, slots: int, least: int, most: int, waited: float, bound: float) -> str:
-    """Returns the message about the slots that an attempt waits for: how many exist, and how many are missing."""
+    """Returns the message about the slots that an attempt waits for: how many exist, and how many it needs."""
     needs = f"{least}" if least == most else f"{least} to {most}"
-    missing = f"{least - slots} missing" if slots < least else f"{most - slots} more would be used"
-    return (
-        f"waiting for {where}: it offers {slots} of the {needs} task slots that this run needs at the same time "
-        f"({missing}) after {waited:.0f} s of start_timeout={bound:g} s"
-    )
+    offers = f"it offers {slots} of the {needs} task slots that this run needs at the same time"
+    return f"waiting for {where}: {offers}, after {waited:.0f} s of start_timeout={bound:g} s"
 
 
 def starting_message(num_tasks: int, missing_tasks: Sequence[int], missing_ranks: Sequence[int]) -> str:
@@ -92,19 +88,6 @@ def starting_message(num_tasks: int, missing_tasks: Sequence[int], missing_ranks
         return f"{started}, not {name_ranks(missing_tasks, 'task')} (are its slots in use?)"
     what = f"{name_ranks(missing_ranks)} still imports torch" if missing_ranks else "rank 0 opens no rendezvous"
     return f"every task has started, but {what}"
-
-
-def connect_timeout(left: float) -> float:
-    """Returns the seconds that an agent has to connect, from those that an attempt has left to start.
-
-    An agent gets less than all of them, so that its own error comes first: it lists the addresses that it tried.
-    """
-    return max(AGENT_CONNECT_TIMEOUT_MIN(), left * 0.9)
-
-
-def beat_interval(hang_timeout: float | None) -> float:
-    """Returns the seconds between two heartbeats of a worker, short enough to notice a hang in time."""
-    return HEARTBEAT_INTERVAL if hang_timeout is None else min(HEARTBEAT_INTERVAL, hang_timeout / 5)
 
 
 NO_REPLY = "no answer: it is stopped (SIGSTOP) or runs native code that holds the GIL, or its agent or network hangs"
@@ -123,11 +106,7 @@ def stack_lines(stacks: Mapping[int, str]) -> list[str]:
 
 
 def order_tasks(hosts: Sequence[str]) -> list[int]:
-    """Returns task indices in rank order: host by host, hosts in the order of their first task.
-
-    Args:
-        hosts: Host of each task, by task index.
-    """
+    """Returns the tasks in rank order: host by host, hosts in the order of their first task. Their index has a host."""
     first_seen = {host: index for index, host in reversed(list(enumerate(hosts)))}
     return sorted(range(len(hosts)), key=lambda task: (first_seen[hosts[task]], task))
 
@@ -135,18 +114,15 @@ def order_tasks(hosts: Sequence[str]) -> list[int]:
 def agent_config(job: Job, number: int, env: dict[str, str], seconds: float) -> dict[str, Any]:
     """Returns the configuration that the agents of an attempt share, except the address of their driver.
 
-    Args:
-        job: The job of the run.
-        number: The number of the attempt.
-        env: The user's environment for the ranks.
-        seconds: Seconds within which every rank must have started.
+    Its ``seconds`` are those within which every rank must have started. An agent gets less than all of them to connect,
+    so that its own error comes first: it lists the addresses that it tried.
     """
     return {
         "attempt": number,
         "use_gpu": job.use_gpu,
         "ports": job.ports,
         "grace": job.stop_grace,
-        "connect_timeout": connect_timeout(seconds),
+        "connect_timeout": max(AGENT_CONNECT_TIMEOUT_MIN(), seconds * 0.9),
         "exit_timeout": job.exit_timeout,
         "restart_count": number - job.first_attempt,
         "max_restarts": job.max_restarts,

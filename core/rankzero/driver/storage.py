@@ -1,200 +1,366 @@
-"""`Storage` stores rank 0's value and the parts of checkpoints; `Scratch` has them on their way to an object store."""
+"""`Storage`: stores what the ranks of an attempt deliver, checkpoints and rank 0's value, and removes the rest."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import logging
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from rankzero import bounds, store
 from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.messages import Finished, Part
 from rankzero.channel.server import UPLOAD
-from rankzero.driver.commits import Committer, NotOwnerError
 from rankzero.driver.ending import Facts
-from rankzero.driver.tables import remove_rows
 from rankzero.errors import ResultError
+from rankzero.job import CheckpointConfig
+from rankzero.run import checkpoints
 from rankzero.run.checkpoints import FOLDER, MANIFEST, Manifest
 from rankzero.run.directory import Submission
 from rankzero.task.scratch import lock_directory, make_scratch, scratch_root
+from rankzero.threads import ActionThread
 from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
 
+CHECKPOINT_RETRY_TIMEOUT = bounds.scaled(30.0)  # For the newest checkpoint while the store refuses its commit
 SLOWEST_STORE = 1 << 20  # Bytes per second; a store that takes a value more slowly counts as one that hangs
 
 _SCRATCH_PREFIX = "rankzero-driver-"
 
-_VALUE = re.compile(r"value-([0-9]+)\.[a-z]+")
+_VALUE = re.compile(r"value-[0-9]+\.[a-z]+")
 """Name of the value of an attempt."""
+
+T = TypeVar("T")
+
+
+class NotOwnerError(OSError):
+    """Another process has ended this submission, so its driver may neither publish nor delete anything."""
 
 
 class Storage:
-    """Matches the reports of ranks with the files that their agents sent, and stores both.
+    """Stores what ranks deliver, in a thread of its own, so a slow store delays neither training nor failures.
 
-    A rank that does not see the run directory sends its file over the channel before the message about it.
+    A rank that does not see the run directory sends its file over the channel, to a local directory, before the message
+    about it. ``received`` has the size of each file that arrived, or why it did not, by its path (`channel.server`).
     """
 
-    def __init__(self, own: Submission, number: int, committer: Committer, facts: Facts, directory: str) -> None:
-        """Creates a storage that has received no files yet.
-
-        Args:
-            own: The submission.
-            number: Number of the attempt.
-            committer: Commits parts of checkpoints; its thread makes all requests to an object store.
-            facts: Receives finished ranks and errors of the store.
-            directory: Local directory of the files that agents send.
-        """
+    def __init__(
+        self,
+        own: Submission,
+        attempt: int,
+        config: CheckpointConfig,
+        facts: Facts,
+        directory: str,
+        wake: Callable[[object], None] = lambda _: None,
+    ) -> None:
+        """Creates a storage that has received nothing yet; its thread calls ``wake`` after each action."""
         self._own = own
-        self._number = number
-        self.committer = committer
+        self._attempt = attempt
+        self._config = config
+        self._wake = wake
         self.facts = facts
         self.directory = directory
         self.received: dict[str, int | str] = {}
-        """The size of each file that arrived, or a text that says why it did not, by its path (`channel.server`)."""
+        self._thread = ActionThread("rankzero-checkpoints")
+        self._last: Future[Any] | None = None
+        self._closed = False
+        self._incoming: dict[int, dict[int, dict[str, Any]]] = {}
+        self._newest = -1
+        self._settling: deque[Future[Manifest | int]] = deque()
         self._kinds: set[bool] = set()
-        self._storing: Future[ResultRef] | None = None
-        self._storing_ends = 0.0
-        self._value: list[Any] = []
+        self._resumed: Manifest | None = None
+        self._kept: list[Manifest] = []
+        """The committed checkpoints of this training, which only this object writes, without damaged ones."""
+        self._has_ranks = True
+        self._value: tuple[Future[ResultRef], list[Any], float] | None = None
 
-    def begin(self, first_attempt: int, is_called_off: Callable[[], bool]) -> tuple[Manifest | None, str]:
-        """Returns the checkpoint to start from and the text by which agents know the folder; removes earlier leftovers.
+    # -- the thread ----------------------------------------------------------------------------
 
-        Args:
-            first_attempt: The first attempt of this submission.
-            is_called_off: Returns True if the run must end, and so need not wait for a store that is out.
+    def submit(self, action: Callable[[], T]) -> Future[T]:
+        """Queues an action behind earlier ones."""
+        future = self._last = self._thread.submit(action)
+        future.add_done_callback(self._wake)
+        return future
+
+    def _do(self, action: Callable[[], object]) -> None:
+        """Queues an action whose error is only logged, unless another process has ended the submission by then."""
+
+        def act() -> None:
+            # After its end, its successor may use what this would remove.
+            if self._closed:
+                return
+            try:
+                self._check_owner()
+                action()
+            except NotOwnerError as error:
+                logger.warning("nothing is written or deleted any more: %s", error)
+            except Exception:
+                logger.exception("the store failed")
+
+        self.submit(act)
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a queued action is not done."""
+        return self._last is not None and not self._last.done()
+
+    def close(self, timeout: float) -> None:
+        """Ends the thread; what is not stored within ``timeout`` seconds is lost."""
+        self._thread.end(timeout)
+        self._closed = True
+
+    def _check_owner(self) -> None:
+        """Raises NotOwnerError if another process has ended the submission, or removed the run."""
+        if self._own.is_lost():
+            raise NotOwnerError("another process has ended this submission")
+
+    # -- the beginning and the end of an attempt -----------------------------------------------
+
+    def begin(self, is_called_off: Callable[[], bool] = lambda: False) -> tuple[Manifest | None, str]:
+        """Removes what earlier attempts left; returns the checkpoint to start from, and the text of the driver's claim.
+
+        The checkpoint is the newest one that has all its files, and that no rows precede. In the thread. A run that
+        is called off need not wait for a store that is out.
         """
 
         def read() -> tuple[Manifest | None, str]:
-            resume = self.committer.newest()
-            remove_leftovers(self._own, range(first_attempt, self._number))
-            return resume, self._own.token()
+            self._check_owner()
+            self._kept = []
+            found = self._sweep([*self._own.earlier(), self._own.directory])
+            # A driver that was replaced may have published one more, which shares its id with one of this submission.
+            first, own = self._own.job.first_attempt, self._own.directory
+            found = [one for one in found if one.place == own or one.attempt < first]
+            # Damaged checkpoints are not pruned: `rankzero gc` removes them with their run.
+            self._kept = kept = checkpoints.up_to_whole(found)
+            usable = checkpoints.without_rows(kept)
+            if kept and usable[-1:] != kept[-1:]:
+                what = "rows that ended with their attempt precede it. Write rows behind the training"
+                logger.warning("nothing resumes from checkpoint %s: %s", kept[-1].id, what)
+            self._resumed = usable[-1] if usable else None
+            return self._resumed, self._own.token()
 
         def gives_up(error: Exception) -> bool:
             return isinstance(error, NotOwnerError) or is_called_off()
 
-        return store.patiently(read, STORE_OUTAGE(), bounds.STORE_RETRY_INTERVAL(), gives_up)
+        found = store.patiently(read, STORE_OUTAGE(), bounds.STORE_RETRY_INTERVAL(), gives_up)
+        # The previous attempt may have died before it pruned.
+        self._do(self._prune)
+        return found
 
-    def _take(self, name: str) -> tuple[str, int | str | None]:
-        """Returns the path of a file that an agent has sent, and its size, or why it is not there; None if unknown."""
-        path = os.path.join(self.directory, f"{UPLOAD}{name}")
-        return path, self.received.pop(path, None)
+    def _sweep(self, places: list[str], value: str = "") -> list[Manifest]:
+        """Removes what ranks had begun to write when they died, and all values but that at ``value``.
+
+        Returns:
+            The committed checkpoints that were not known in these folders of submissions, oldest first.
+        """
+        committed, known = [], {(one.place, one.id) for one in self._kept}
+        for place in places:
+            names = [name for name in checkpoints.list_folders(place) if (place, name) not in known]
+            found = checkpoints.read_manifests(place, names)
+            for name in set(names) - {manifest.id for manifest in found}:
+                checkpoints.remove_uncommitted(place, name)
+            committed += found
+            store.abort_uploads(store.join(place, FOLDER, ""))
+        store.abort_uploads(self._own.path("result", "value-"))
+        for name in store.list_names(self._own.path("result")):
+            path = self._own.path("result", name)
+            if path != value and (_VALUE.fullmatch(name) or store.is_unfinished(name)):
+                store.remove(path)
+        return committed
+
+    def end(self, value: str) -> None:
+        """Schedules the removal of what does not count; the value does if the attempt has succeeded. No ranks live."""
+        self._has_ranks = False
+        self._do(self._prune)
+        self._do(functools.partial(self._sweep, [self._own.directory], value))
+
+    # -- checkpoints ---------------------------------------------------------------------------
 
     def add_part(self, rank: int, message: Part) -> None:
-        """Adds a rank's part of a checkpoint. Ends the attempt if rank 0's is whole, and another rank's is a part."""
+        """Adds the part of one rank; rank 0's commits the checkpoint or, if it is sharded, the last one of all ranks.
+
+        Ends the attempt if rank 0's is whole, and another rank's is a part.
+        """
         self._kinds.add(message.sharded)
         if len(self._kinds) > 1:
             self.facts.refusal = ResultError(
                 "rank 0 has reported a whole checkpoint, and other ranks sharded ones, which would be lost: report "
                 "checkpoints with sharded=True on every rank or on none"
             )
-        part = message.facts()
+        part, index = message.facts(), message.index
         if name := message.upload:
-            path, found = self._take(name)
+            part["uploaded"], found = self._take(name)
             if found != message.size:
                 what = found if isinstance(found, str) else "it did not arrive"
                 logger.error("checkpoint %s: the part of rank %s is lost: %s", message.id, rank, what)
-                self.committer.lose(message.index)
+                self.lose(index)
                 return
-            part["uploaded"] = path
-        self.committer.add(rank, part)
+        if index <= self._newest:
+            # A report of another thread, or of a signal handler, overtook this one.
+            return
+        parts = self._incoming.setdefault(index, {})
+        parts[rank] = part
+        if not message.sharded:
+            # Parts of other ranks do not belong to it.
+            parts = {rank: part}
+        elif len(parts) < self.facts.num_processes:
+            return
+        # Ranks train in step, so the newest checkpoint is enough.
+        self._incoming = {later: others for later, others in self._incoming.items() if later > index}
+        self._newest = index
+        self._settling.append(self.submit(functools.partial(self._commit_parts, index, parts)))
+        self._do(self._prune)
+
+    def lose(self, index: int) -> None:
+        """Notes that a part of a checkpoint will not arrive."""
+        self._incoming.pop(index, None)
+        self._settling.append(self.submit(lambda: index))
+
+    def settled(self) -> Iterator[Manifest | int]:
+        """Yields each checkpoint that was committed since the last call, and the number of each that is lost, in order.
+
+        To ranks, a number means that no commit of a smaller one is under way. Notes the end of rank 0's value, too.
+        """
+        while self._settling and self._settling[0].done():
+            yield self._settling.popleft().result()
+        if self._value is None:
+            return
+        stored, value, deadline = self._value
+        if stored.done():
+            self._value = None
+            try:
+                self.facts.note_stored(stored.result(), value)
+            except ResultError as error:
+                self.facts.refusal = error
+        elif time.monotonic() > deadline and not self.facts.refusal:
+            self.facts.refusal = _not_stored("the store does not answer")
+
+    def mark_damaged(self, checkpoint: str) -> None:
+        """Schedules the mark of a checkpoint in which a rank has found a wrong checksum."""
+        found = self._resumed
+        own = self._own.path(FOLDER, checkpoint)
+        folder = found.folder if found and found.id == checkpoint else own
+        self._do(functools.partial(checkpoints.mark_damaged, folder))
+
+    def _commit_parts(self, index: int, parts: dict[int, dict[str, Any]]) -> Manifest | int:
+        """Returns the manifest of a checkpoint, which is committed; its number if the store did not take it."""
+
+        def is_outdated(error: Exception) -> bool:
+            # A newer checkpoint replaces this one; other queued actions do not.
+            return self._closed or self._newest != index or isinstance(error, NotOwnerError)
+
+        commit, pause = functools.partial(self._commit, parts), bounds.WRITE_RETRY_INTERVAL()
+        try:
+            manifest = store.patiently(commit, CHECKPOINT_RETRY_TIMEOUT(), pause, is_outdated)
+        except Exception as error:
+            # The previous checkpoint is complete, and a lost one must not end the training.
+            logger.warning("a checkpoint could not be committed: %s: %s", type(error).__name__, error)
+            return index
+        self._kept.append(manifest)
+        return manifest
+
+    def _commit(self, parts: dict[int, dict[str, Any]]) -> Manifest:
+        folder = self._own.path(FOLDER, parts[min(parts)]["id"])
+        self._check_owner()
+        for part in parts.values():
+            uploaded = part.get("uploaded")
+            # The file is gone if an earlier try of this commit has moved it.
+            if uploaded and os.path.exists(uploaded):
+                store.make_directory(folder)
+                store.upload(uploaded, store.join(folder, part["file"]), durable=True)
+                store.remove(uploaded)
+        if damage := checkpoints.damage_of(folder, parts.values()):
+            raise OSError(damage)
+        manifest = Manifest.of_parts(self._own.directory, self._attempt, self.facts.num_processes, parts)
+        if self._closed:
+            raise OSError("the attempt ended before the store had taken it")
+        self._check_owner()
+        store.write_bytes(store.join(folder, MANIFEST), json.dumps(manifest.to_json()).encode(), durable=True)
+        store.sync_directory(self._own.path(FOLDER))
+        return manifest
+
+    def _prune(self) -> None:
+        # Ranks may still be reading the one before the newest, until they are notified of the newest.
+        own = [manifest.id for manifest in self._kept if manifest.attempt == self._attempt]
+        in_use = [self._resumed.id if self._resumed else None, *own[-2:]] if self._has_ranks else []
+        # The next attempt starts from it.
+        in_use += [manifest.id for manifest in checkpoints.without_rows(self._kept)[-1:]]
+        for manifest in checkpoints.to_remove(self._kept, self._config, in_use):
+            self._check_owner()
+            checkpoints.remove(manifest)
+            self._kept.remove(manifest)
+
+    # -- rank 0's value ------------------------------------------------------------------------
+
+    def _take(self, name: str) -> tuple[str, int | str | None]:
+        """Returns the path of a file that an agent has sent, and its size, or why it is not there; None if unknown."""
+        path = os.path.join(self.directory, f"{UPLOAD}{name}")
+        return path, self.received.pop(path, None)
 
     def finish(self, rank: int, message: Finished, metrics: dict[str, Any]) -> None:
-        """Records that a rank has finished. Rank 0 has finished when its value is stored, which `poll` notes.
+        """Records that a rank has finished. Rank 0 has finished when its value is stored, which `settled` notes.
 
-        Args:
-            rank: The rank.
-            message: Its message.
-            metrics: Rank 0's last metrics, for the summary of its value.
+        The summary of the value has rank 0's last metrics.
         """
         result = message.result
         if result is None:
             self.facts.finished.add(rank)
             return
-        if self._kinds == {False}:
-            # Other ranks may wait for one more whole checkpoint, since they have reported more often.
-            self.committer.note_last()
         path, is_uploaded = self._take("rank-0-value")
         if isinstance(is_uploaded, str):
             self.facts.refusal = _not_stored(is_uploaded)
             return
-        if is_uploaded is None:
-            path = result["path"]
-        uri = self._own.path("result", f"value-{self._number}.{result['format']}")
-        store_it = functools.partial(
-            self._store_value, path, uri, result, dict(metrics), durable=is_uploaded is not None
-        )
-        self._value = [result["value"]] if "value" in result else []
-        # In the committer's thread: a disk may hang, too.
-        self._storing = self.committer.submit(store_it)
-        self._storing_ends = time.monotonic() + STORE_OUTAGE() + result["size"] / SLOWEST_STORE
-
-    def poll(self) -> None:
-        """Notes that rank 0's value is stored, or that the store refused it or does not answer, once that is known."""
-        if self._storing and self._storing.done():
-            try:
-                self.facts.note_stored(self._storing.result(), self._value)
-            except ResultError as error:
-                self.facts.refusal = error
-            self._storing = None
-        elif self._storing and time.monotonic() > self._storing_ends and not self.facts.refusal:
-            self.facts.refusal = _not_stored("the store does not answer")
-
-    def _store_value(
-        self, path: str, uri: str, result: dict[str, Any], metrics: dict[str, Any], *, durable: bool
-    ) -> ResultRef:
-        """Moves rank 0's value into place, unless the rank has done so. Raises ResultError if the store refuses it.
-
-        Args:
-            path: The local file, or the URL of a file that the rank has written.
-            uri: Location of the result.
-            result: The facts about the value from the rank's message.
-            metrics: Rank 0's last metrics.
-            durable: True if no process has synced the file.
-        """
+        uri = self._own.path("result", f"value-{self._attempt}.{result['format']}")
+        source = result["path"] if is_uploaded is None else path
+        summary = {**result["summary"], "metrics": dict(metrics)}
 
         def place() -> None:
-            self.committer.check_owner()
-            if path != uri:
-                store.upload(path, uri, durable=durable)
+            self._check_owner()
+            if source != uri:
+                # No process has synced a file that was sent.
+                store.upload(source, uri, durable=is_uploaded is not None)
             elif (found := store.size(uri)) != result["size"]:
                 raise OSError(f"{uri} has {found} bytes, not {result['size']}")
 
         def gives_up(error: Exception) -> bool:
             return isinstance(error, NotOwnerError) or not store.is_url(uri)
 
-        summary = {**result["summary"], "metrics": metrics}
-        try:
-            store.patiently(place, STORE_OUTAGE(), bounds.WRITE_RETRY_INTERVAL(), gives_up)
-            return ResultRef(uri, result["format"], result["digest"], result["size"], summary).fingerprinted()
-        except Exception as error:
-            raise _not_stored(f"{type(error).__name__}: {error}") from error
+        def store_it() -> ResultRef:
+            try:
+                store.patiently(place, STORE_OUTAGE(), bounds.WRITE_RETRY_INTERVAL(), gives_up)
+                return ResultRef(uri, result["format"], result["digest"], result["size"], summary).fingerprinted()
+            except Exception as error:
+                raise _not_stored(f"{type(error).__name__}: {error}") from error
 
-    def sweep(self) -> None:
-        """Schedules the deletion of everything that this attempt stored; it counts as failed from now on."""
-        self.facts.is_given_up = True
-        self.committer.sweep()
-        attempts = range(self._number, self._number + 1)
-        remove = functools.partial(remove_rows, self._own.directory, attempts)
-        self.committer.do(remove, as_owner=True)
-        if self._own.is_remote:
-            self.committer.do(functools.partial(remove_values, self._own, attempts), as_owner=True)
-
-    def abort_uploads(self) -> None:
-        """Schedules the abort of uploads that ranks of this attempt began and repeated after an outage of the store."""
-        begins = self._own.path(FOLDER, f"{self._number:04d}-"), self._own.path("result", f"value-{self._number}.")
-        for begin in begins if self._own.is_remote else ():
-            self.committer.do(functools.partial(store.abort_uploads, begin), as_owner=True)
+        value = [result["value"]] if "value" in result else []
+        deadline = time.monotonic() + STORE_OUTAGE() + result["size"] / SLOWEST_STORE
+        # In the thread: a disk may hang, too.
+        self._value = self.submit(store_it), value, deadline
 
 
 def _not_stored(error: str) -> ResultError:
     return ResultError(f"rank 0 returned, but its value could not be stored: {error}")
+
+
+@contextlib.contextmanager
+def scratch_directory() -> Iterator[str]:
+    """Makes a temporary directory, locked while its process lives; making one removes those of killed drivers."""
+    path = make_scratch(scratch_root(), _SCRATCH_PREFIX)
+    lock = lock_directory(path)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
 
 
 def files_of(checkpoint: Manifest | None) -> dict[str, str]:
@@ -204,47 +370,3 @@ def files_of(checkpoint: Manifest | None) -> dict[str, str]:
     files = {rank: part["file"] for rank, part in checkpoint.parts.items()}
     files["manifest"] = MANIFEST
     return {f"checkpoint-{name}": store.join(checkpoint.folder, file) for name, file in files.items()}
-
-
-def remove_leftovers(own: Submission, attempts: range) -> None:
-    """Removes files that ranks of earlier attempts had begun to write when the ranks or their driver died."""
-    for place in (*own.earlier(), own.directory):
-        remove_rows(place, attempts if place == own.directory else None)
-    if own.is_remote:
-        remove_values(own, attempts)
-        return
-    for name in store.list_names(own.path("result")):
-        if store.is_unfinished(name):
-            store.remove(own.path("result", name))
-
-
-def remove_values(own: Submission, attempts: range) -> None:
-    """Deletes values and unfinished uploads of failed attempts from an object store."""
-    for attempt in attempts:
-        store.abort_uploads(own.path("result", f"value-{attempt}."))
-    for name in store.list_names(own.path("result")) if attempts else []:
-        if (value := _VALUE.fullmatch(name)) and int(value[1]) in attempts:
-            store.remove(own.path("result", name))
-
-
-class Scratch:
-    """A temporary directory, locked while its process lives; creating one removes those of killed drivers.
-
-    Attributes:
-        path: The directory.
-    """
-
-    def __init__(self) -> None:
-        """Creates and locks the directory.
-
-        Raises:
-            OSError: the disk is full.
-            RuntimeError: no temporary directory is writable.
-        """
-        self.path = make_scratch(scratch_root(), _SCRATCH_PREFIX)
-        self._lock = lock_directory(self.path)
-
-    def remove(self) -> None:
-        """Removes the directory and its lock."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)

@@ -15,7 +15,7 @@ from rankzero.store.location import filesystem_of, is_url, join
 UNFINISHED_AFTER = bounds.stretched(3600.0)  # Since its last change, for a temporary file to count as left
 _UNFINISHED = re.compile(
     r"""\.writing-[0-9a-f]{16} | \.rankzero-probe-[a-z0-9_]{8} | \.committing-[0-9]+\.[a-z]+
-    | \.upload-[0-9]+-(?:value | checkpoint-[0-9]+-[0-9]+ | finished-[0-9]+)""",
+    | \.upload-(?:rank-0-value | [0-9]+-[0-9]+-rank-[0-9]+\.[a-z.]+)""",
     re.VERBOSE,
 )
 """Name of a file while it is written: `temporary_beside`, a store's probe, and a value or part on its way to there."""

@@ -177,14 +177,14 @@ def _thread_driver(own: Submission, request: Request, stop_timeout: float) -> It
         thread.start()
         yield RunHandle(own.run.directory, thread, job=own.job)
     except BaseException as interrupt:
-        thread.driver.inbox.interrupt(
+        thread.driver.watch.interrupt(
             f"the caller was interrupted by {type(interrupt).__name__}: {interrupt}".rstrip(": ")
         )
         raise
     else:
         if not (driver.recorder.status.final or driver.recorder.status.certain):
             # The caller saw a final status that the driver did not write: no training may continue without an owner.
-            driver.inbox.interrupt("the process that called run() no longer follows it")
+            driver.watch.interrupt("the process that called run() no longer follows it")
     finally:
         # A forked child has no copy of the thread.
         if thread.ident is not None and os.getpid() == owner:

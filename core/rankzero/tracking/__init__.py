@@ -1,7 +1,7 @@
 """Trackers: they take the events of a run to the systems that a team uses.
 
 This package has `Tracker` and the trackers for MLflow and TensorBoard, which import their libraries when they are used.
-`rankzero.driver.trackers` calls them. Nothing here decides about a run.
+`rankzero.driver.driver` calls them. Nothing here decides about a run.
 """
 
 from typing import TYPE_CHECKING
