@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 MASK = "***"
 
@@ -12,7 +13,9 @@ MASK = "***"
 _SECRET_NAME = re.compile(
     r"passw|passphrase|[._-]pass$|[._-]pwd$|secret|token(?!iz)|credential|[._-]auth$"
     r"|(access|account|api|private|shared|minio|s3|storage|encryption|signing|hmac|fernet|master|service|license)[._-]?key$"
-    r"|(access|account|api|private|shared)[._-]?key|\..*[._-]key$",
+    r"|(access|account|api|private|shared)[._-]?key|\..*[._-]key$"
+    # Of presigned URLs.
+    r"|^(.*-)?sig(nature)?$",
     re.IGNORECASE,
 )
 _NO_SECRET_NAME = re.compile(r"[._-](file|path|dir)$", re.IGNORECASE)
@@ -44,7 +47,7 @@ def secrets_of(pairs: Mapping[str, Any]) -> list[str]:
             text = str(value)
             urls = [secret for _, secret in _PASSWORD.findall(text)]
             urls += [secret for _, key, secret in _SETTING.findall(text) if hides(key, secret)]
-            found += [text] if hides(name, text) else urls
+            found += [text] if hides(name, text) else [*urls, *map(unquote, urls)]
     return [text for text in found if not _NO_SECRET.fullmatch(text)]
 
 

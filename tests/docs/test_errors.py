@@ -24,10 +24,8 @@ ERRORS += [HorovodInternalError, MismatchError, StallError]
 
 
 @pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name__)
-def test_every_error_has_a_section_to_which_its_docstring_leads(cls: type) -> None:
-    anchor = cls.__name__.lower()
-    assert anchor in anchors(PAGE)
-    assert f"{PAGE}#{anchor}" in (cls.__doc__ or "")
+def test_every_error_has_a_section(cls: type) -> None:
+    assert cls.__name__.lower() in anchors(PAGE)
 
 
 def test_each_code_of_an_error_is_an_anchor_of_the_page() -> None:
