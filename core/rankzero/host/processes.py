@@ -14,10 +14,11 @@ import resource
 import select
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from rankzero import bounds
 
@@ -70,6 +71,11 @@ def fork_safe(lock: T) -> T:
     """Returns a lock that is free in each forked child, whichever thread of the parent held it at the fork."""
     os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
     return lock
+
+
+def unnamed_file() -> IO[bytes]:
+    """Returns a new file that goes with the last process that has it open: in memory, where the system can."""
+    return open(os.memfd_create("rankzero"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
 
 
 def signal_name(number: int) -> str:
