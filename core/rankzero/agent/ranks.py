@@ -165,8 +165,7 @@ class Rank:
                 return
             self.send(messages.Metrics([json.loads(line) for line in lines]))
             self._reported += taken
-            # From the beginning: of a page that is released in parts, the kernel keeps all.
-            release(descriptor, 0, self._reported)
+            release(descriptor, self._reported)
 
     # -- output --------------------------------------------------------------------------------
 

@@ -58,7 +58,9 @@ class Agent:
         self._scratch: str = config["scratch"]
         processes.become_subreaper()
         # The task process may be killed first; then only this lock shows that the directory is in use.
-        self._lock = _locked(self._scratch)
+        self._lock = os.open(self._scratch, os.O_RDONLY)
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         self._ranks = [Rank(local_rank, config) for local_rank in range(config["workers"])]
         self._connection: Connection | None = None
         self._caller_lives = watcher_of(config.get("caller"))
@@ -352,14 +354,6 @@ class Agent:
             with contextlib.suppress(RuntimeError):
                 # It may be over.
                 self._patience.reschedule(time.monotonic() + STOPPED_LINES_TIMEOUT())
-
-
-def _locked(directory: str) -> int:
-    """Locks a directory until this process exits, as `rankzero.task.scratch.lock_directory` does."""
-    lock = os.open(directory, os.O_RDONLY)
-    with contextlib.suppress(OSError):
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    return lock
 
 
 def main() -> None:

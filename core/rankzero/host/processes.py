@@ -15,7 +15,6 @@ import select
 import signal
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import IO, Any, TypeVar
@@ -110,14 +109,6 @@ def this_process() -> dict[str, Any]:
 def describe_process(pid: int) -> dict[str, Any]:
     """Returns the facts about a living process of this machine by which `is_gone` recognizes it."""
     return {"pid": pid, "start": process_start(pid), "namespace": process_namespace()}
-
-
-def caller_process() -> dict[str, Any] | None:
-    """Describes this process for `watcher_of` in agents on its host, if the calling thread is not its main thread.
-
-    A driver in a thread stops whenever its caller does: in a long call of native code, by Ctrl-Z, in a debugger.
-    """
-    return None if threading.current_thread() is threading.main_thread() else this_process()
 
 
 def watcher_of(caller: dict[str, Any] | None) -> Callable[[], bool]:

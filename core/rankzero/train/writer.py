@@ -230,17 +230,9 @@ class CheckpointWriter:
 
         Rank 0's may be committed before another rank's report of the same number, which then has it.
         """
-        found = Checkpoint(
-            manifest["id"],
-            manifest["metrics"],
-            manifest["world_size"],
-            manifest["sharded"],
-            self._rank,
-            self._world_size,
-            manifest,
-            self._parts,
-            functools.partial(self._send, messages.Damaged(manifest["id"])),
-        )
+        facts = manifest["id"], manifest["metrics"], manifest["world_size"], manifest["sharded"]
+        note_damage = functools.partial(self._send, messages.Damaged(manifest["id"]))
+        found = Checkpoint(*facts, self._rank, self._world_size, manifest, self._parts, note_damage)
         if manifest["attempt"] != self._attempt:
             self._last = found
             self.had_result = manifest.get("has_result", False)
