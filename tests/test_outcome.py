@@ -76,6 +76,8 @@ def test_an_agent_whose_ranks_have_all_finished_is_no_loss() -> None:
     assert is_loss_of(judged(known, [gone]), gone)
     known.finished.add(3)
     assert judged(known, [gone]) is None
+    # Unless the attempt has been judged to fail before that.
+    assert is_loss_of(ending.judge(known, [gone], None, {}), gone)
     # Its peers may have needed it, though: their broken connections are explained by that.
     failed(known, 0, collateral=True)
     assert is_loss_of(judged(known, [gone]), gone)

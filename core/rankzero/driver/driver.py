@@ -145,6 +145,9 @@ class Driver:
         """Returns the fields of the final status."""
         try:
             verdict = await self._attempt_until_done(refused)
+            assert verdict.success is not None
+            result, value = verdict.success
+            return {"state": "succeeded", "result": result.to_json(), "value": value}
         except RankZeroError as error:
             state = "cancelled" if isinstance(error, RunCancelledError) else "failed"
             return {"state": state, "error": error.to_json()}
@@ -152,9 +155,6 @@ class Driver:
             logger.exception("the driver failed")
             what = EngineError(f"the driver failed: {type(error).__name__}: {error}")
             return {"state": "failed", "error": what.to_json()}
-        assert verdict.success is not None
-        result, value = verdict.success
-        return {"state": "succeeded", "result": result.to_json(), "value": value}
 
     async def _attempt_until_done(self, refused: Exception | None) -> Verdict:
         """Makes attempts until one succeeds; raises the error of the last one when no further attempt is allowed."""
