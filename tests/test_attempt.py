@@ -248,6 +248,23 @@ def test_a_report_while_ranks_are_stopped_is_the_cause_of_the_consequences(play:
     assert (played.error.rank, played.error.exception_type) == (1, "ValueError")
 
 
+def test_a_cancel_is_noted_while_the_ranks_of_a_failed_attempt_stop(
+    play: Callable[..., Played], launcher: Launcher
+) -> None:
+    async def fail(agent: Agent) -> None:
+        await agent.start()
+        agent.send(Failed(1.0, "ValueError", "the cause"))
+        await agent.expect(Stop)
+        run = RunHandle.attach(Path(str(launcher.store)) / "run")
+        run.cancel()
+        while not run.status().cancelling:
+            await asyncio.sleep(0.01)
+        await agent.leave()
+
+    played = play(fail, stop_grace=WAIT)
+    assert (played.error.exception_type, played.was_cancelled) == ("ValueError", False)
+
+
 def test_a_value_that_arrives_after_an_error_is_a_success(play: Callable[..., Played]) -> None:
     async def finish_late(agent: Agent) -> None:
         await agent.start()

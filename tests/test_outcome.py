@@ -50,16 +50,10 @@ def failed(known: Facts, rank: int, **details: Any) -> bool:
 
 def test_success_is_every_ranks_end_and_rank_0s_value() -> None:
     known = facts()
-    known.finished.add(1)
-    assert judged(known) is None
     known.note_stored(REF, [None])
-    assert judged(known) == Verdict(success=(REF, [None]))
-
-
-def test_the_value_alone_is_no_success() -> None:
-    known = facts()
-    known.note_stored(REF, [])
     assert judged(known) is None
+    known.finished.add(1)
+    assert judged(known) == Verdict(success=(REF, [None]))
 
 
 def test_no_later_event_takes_a_success_back() -> None:

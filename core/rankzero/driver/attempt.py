@@ -302,7 +302,7 @@ class Attempt:
                 # Ranks that have committed wait for their peers. No rank is left that needs the rest of the grace.
                 is_released = True
                 server.broadcast(messages.End())
-            if is_patient and watch.is_called_off():
+            if watch.is_called_off() and is_patient:
                 server.broadcast(messages.Stop(self.job.stop_grace))
                 timeout, is_patient = self.job.stop_grace + bounds.STOP_MARGIN(), False
                 asked_at = alone_at = now
