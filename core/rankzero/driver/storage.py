@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from rankzero import bounds, store
 from rankzero.bounds import STORE_OUTAGE
-from rankzero.channel.messages import Finished, Part
+from rankzero.channel.messages import NEVER, Finished, Part
 from rankzero.channel.server import UPLOAD
 from rankzero.driver.ending import Facts
 from rankzero.errors import ResultError
@@ -197,6 +197,8 @@ class Storage:
                 "checkpoints with sharded=True on every rank or on none"
             )
         part, index = message.facts(), message.index
+        parts = self._incoming.setdefault(index, {})
+        parts[rank] = part
         if name := message.upload:
             part["uploaded"], found = self._take(name)
             if found != message.size:
@@ -206,24 +208,31 @@ class Storage:
                 return
         if index <= self._newest:
             # A report of another thread, or of a signal handler, overtook this one.
+            self._drop(index)
             return
-        parts = self._incoming.setdefault(index, {})
-        parts[rank] = part
         if not message.sharded:
             # Parts of other ranks do not belong to it.
             parts = {rank: part}
         elif len(parts) < self.facts.num_processes:
             return
         # Ranks train in step, so the newest checkpoint is enough.
-        self._incoming = {later: others for later, others in self._incoming.items() if later > index}
+        del self._incoming[index]
+        for older in [one for one in self._incoming if one < index]:
+            self._drop(older)
         self._newest = index
         self._settling.append(self.submit(functools.partial(self._commit_parts, index, parts)))
         self._do(self._prune)
 
     def lose(self, index: int) -> None:
         """Notes that a part of a checkpoint will not arrive."""
-        self._incoming.pop(index, None)
+        self._drop(index)
         self._settling.append(self.submit(lambda: index))
+
+    def _drop(self, index: int) -> None:
+        for part in self._incoming.pop(index, {}).values():
+            # Not the folder, in which another rank may be writing.
+            for place in filter(None, (part.get("uploaded"), self._own.path(FOLDER, part["id"], part["file"]))):
+                self._do(functools.partial(store.remove, place))
 
     def settled(self) -> Iterator[Manifest | int]:
         """Yields each checkpoint that was committed since the last call, and the number of each that is lost, in order.
@@ -315,6 +324,9 @@ class Storage:
         if result is None:
             self.facts.finished.add(rank)
             return
+        if True not in self._kinds:
+            # Other ranks may have reported more whole checkpoints.
+            self.lose(NEVER)
         path, is_uploaded = self._take("rank-0-value")
         if isinstance(is_uploaded, str):
             self.facts.refusal = _not_stored(is_uploaded)
