@@ -293,20 +293,11 @@ def test_what_an_agent_sent_before_its_end_counts_before_the_engines_error(play:
 def test_a_cancel_stops_the_ranks_and_ends_agents_that_do_not_reply(
     play: Callable[..., Played], launcher: Launcher
 ) -> None:
-    trains = threading.Event()
-
     async def ignore(agent: Agent) -> None:
         await agent.start()
-        trains.set()
+        RunHandle.attach(Path(str(launcher.store)) / "run").cancel()
         await asyncio.sleep(WAIT)
 
-    def cancel() -> None:
-        assert trains.wait(WAIT)
-        RunHandle.attach(Path(str(launcher.store)) / "run").cancel()
-
-    canceller = threading.Thread(target=cancel)
-    canceller.start()
     played = play(wait_for_stop, ignore)
-    canceller.join(WAIT)
     assert isinstance(played.error, RunCancelledError)
     assert played.was_cancelled

@@ -25,6 +25,8 @@ from rankzero.engines.local import LocalSession
 from rankzero.errors import LOST
 from rankzero.host.processes import process_namespace, process_start
 from rankzero.job import Job
+from rankzero.run.directory import Submission
+from rankzero.run.status import RunStatus
 from rankzero.submit import drivers
 from rankzero.submit.start import Submitter
 from rankzero.task.stage import ATTEMPT, OVER, put, run_task, sealed
@@ -144,7 +146,11 @@ def interrupt(run: Submitted) -> None:
     run.watch.interrupt("the driver got SIGTERM")
 
 
-@pytest.mark.parametrize("end", [cancel, interrupt])
+def end_elsewhere(run: Submitted) -> None:
+    Submission(run.own.run, run.own.job).finish(RunStatus("failed"))
+
+
+@pytest.mark.parametrize("end", [cancel, interrupt, end_elsewhere])
 def test_a_run_that_is_cancelled_before_its_stage_begins_is_not_driven_there(
     tmp_path: Path, pool: ThreadPoolExecutor, end: Callable[[Submitted], None]
 ) -> None:

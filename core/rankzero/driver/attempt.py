@@ -145,7 +145,6 @@ class Attempt:
         }
         self._run.recorder.note_places(job.num_processes, held=True)
         launch = functools.partial(session.launch, num_tasks, config, self._agents.engine_end())
-
         self._group = await self._run.places.request(launch, self._deadline, if_late=cancel_late)
 
     async def _read_store(self) -> tuple[Manifest | None, str]:

@@ -34,10 +34,7 @@ logger = logging.getLogger(__name__)
 CHECKPOINT_RETRY_TIMEOUT = bounds.scaled(30.0)  # For the newest checkpoint while the store refuses its commit
 SLOWEST_STORE = 1 << 20  # Bytes per second; a store that takes a value more slowly counts as one that hangs
 
-_SCRATCH_PREFIX = "rankzero-driver-"
-
-_VALUE = re.compile(r"value-[0-9]+\.[a-z]+")
-"""Name of the value of an attempt."""
+_VALUE = re.compile(r"value-[0-9]+\.[a-z]+")  # Name of the value of an attempt
 
 T = TypeVar("T")
 
@@ -366,7 +363,7 @@ def _not_stored(error: str) -> ResultError:
 @contextlib.contextmanager
 def scratch_directory() -> Iterator[str]:
     """Makes a temporary directory, locked while its process lives; making one removes those of killed drivers."""
-    path = make_scratch(scratch_root(), _SCRATCH_PREFIX)
+    path = make_scratch(scratch_root(), "rankzero-driver-")
     lock = lock_directory(path)
     try:
         yield path
