@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +49,12 @@ class Stage(AgentGroup):
         return EngineError(str(error))
 
 
+@dataclass(frozen=True)
 class Cluster(LocalEngine):
     """An engine whose stages may have the driver of a run in them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        object.__setattr__(self, "stages", list[Stage]())
-        object.__setattr__(self, "configs", list[AgentConfig]())
-
-    stages: list[Stage]
-    configs: list[AgentConfig]
+    stages: list[Stage] = field(default_factory=list)
+    configs: list[AgentConfig] = field(default_factory=list)
 
     def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return {"kind": "local"}, {"conf": {"spark.ssl.keyPassword": "secret-of-the-engine"}}

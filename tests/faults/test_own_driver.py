@@ -32,9 +32,7 @@ def wait_for(go: str) -> str:
 
 
 @pytest.mark.parametrize(("is_thread", "lives"), [(False, True), (True, None)])
-def test_a_driver_that_is_a_thread_is_left_to_its_heartbeat(
-    tmp_path: Path, is_thread: bool, lives: bool | None
-) -> None:
+def test_a_driver_in_a_thread_is_left_to_its_heartbeat(tmp_path: Path, is_thread: bool, lives: bool | None) -> None:
     """Its process may outlive it, which only that process sees."""
     pid = os.getpid()
     status = RunStatus(
