@@ -75,6 +75,7 @@ def loop(version, fail):
 REACHED = {
     "an argument": ("importlib.import_module(target)", lambda name: f"{name}.models"),
     "a computed name": ("PACKAGE and importlib.import_module('.'.join(target))", lambda name: [name, "models"]),
+    "a word": ("importlib.import_module('.models', target)", lambda name: name),
     "a configuration": (
         "importlib.import_module(target['_target_'].rpartition('.')[0]).Net",
         lambda name: {"_target_": f"{name}.models.Net", "lr": 0.1},

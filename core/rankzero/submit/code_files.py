@@ -72,7 +72,10 @@ class Bundle:
     def add(self, name: str, path: str) -> None:
         """Adds a regular file."""
         with contextlib.suppress(OSError):
-            if name not in self.files and stat.S_ISREG((found := os.stat(path)).st_mode):
+            # No zip has a name that is not UTF-8.
+            if (shown := os.fsencode(name).decode(errors="backslashreplace")) != name:
+                self._missed.add(shown)
+            elif name not in self.files and stat.S_ISREG((found := os.stat(path)).st_mode):
                 self.files[name] = _File(path, found.st_size, stat.S_IMODE(found.st_mode), fingerprint(found))
 
     def add_folder(self, base: str, prefix: str, *, is_package: bool = True) -> None:
@@ -127,7 +130,7 @@ class Bundle:
             )
         if missed := sorted(self._missed):
             named = ", ".join(missed)
-            logger.warning("%s do not travel with the job: links to folders, or they may hold secrets", named)
+            logger.warning("%s do not travel with the job: links to folders, names not in UTF-8, or they may hold secrets", named)
         return _zip(tuple(sorted(self.files.items())))
 
 
@@ -184,17 +187,20 @@ class Needs:
     Attributes:
         modules: Names that it imports; some may be no modules.
         texts: Texts that may name a module.
+        computes: True if it imports by a text, which may be one word of an argument.
         first: A directory that is searched before `sys.path`, such as that of a script.
     """
 
     modules: set[str] = field(default_factory=set)
     texts: set[str] = field(default_factory=set)
+    computes: bool = False
     first: str | None = None
 
     def add(self, source: Source) -> None:
         """Adds what a source needs."""
         self.modules |= source.imports
         self.texts |= source.texts
+        self.computes |= source.computes
 
 
 class Modules:

@@ -151,7 +151,7 @@ def _process_driver(own: Submission, request: Request, stop_timeout: float) -> I
                 handle.wait(stop_timeout)
 
             # The store may not answer.
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(Exception):
                 in_thread(end).result(stop_timeout)
 
 
