@@ -34,8 +34,6 @@ LIMIT = 64 << 20
 IGNORE_FILE = ".rankzeroignore"
 """File in a working directory or a package with patterns of files that are not shipped, in the format of .gitignore."""
 
-_LARGEST = 3
-
 _SUFFIXES = (".py", ".zip", ".egg", ".whl")
 
 _SKIPPED_DIRECTORIES = frozenset({"__pycache__", "node_modules"})
@@ -122,7 +120,7 @@ class Bundle:
         """
         sizes = {name: file.size for name, file in self.files.items()}
         if (total := sum(sizes.values())) > LIMIT:
-            found = sorted(sizes, key=sizes.__getitem__, reverse=True)[:_LARGEST]
+            found = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
             named = ", ".join(f"{name} ({sizes[name] >> 20} MiB)" for name in found)
             raise InvalidJobError(
                 f"{what} hold {total >> 20} MiB, over the limit of {LIMIT >> 20} MiB that travel with a job; the "
@@ -130,7 +128,9 @@ class Bundle:
             )
         if missed := sorted(self._missed):
             named = ", ".join(missed)
-            logger.warning("%s do not travel with the job: links to folders, names not in UTF-8, or they may hold secrets", named)
+            logger.warning(
+                "%s do not travel with the job: links to folders, names that are not UTF-8, or possible secrets", named
+            )
         return _zip(tuple(sorted(self.files.items())))
 
 
@@ -285,9 +285,7 @@ class UserCode:
     """The user's ``working_dir`` and ``py_files`` of a `Launcher`."""
 
     def __init__(
-        self,
-        working_dir: str | os.PathLike[str] | None = None,
-        py_files: Iterable[str | os.PathLike[str]] = (),
+        self, working_dir: str | os.PathLike[str] | None = None, py_files: Iterable[str | os.PathLike[str]] = ()
     ) -> None:
         """Checks the paths, which may begin with ``~``.
 

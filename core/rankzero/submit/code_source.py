@@ -111,17 +111,16 @@ def _words(source: bytes) -> Iterator[str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def source_of_code(code: types.CodeType, package: str | None, computes: bool = False) -> Source:
+def source_of_code(code: types.CodeType, package: str | None) -> Source:
     """Returns the facts about the code of a file or function and of the functions and classes in it.
 
     Args:
         code: The code.
         package: Name of the package that its relative imports begin at.
-        computes: True if it is known to import by a text.
     """
     nested = list(_nested(code))
     texts = {text for each, _ in nested for text in _texts(each.co_consts)}
-    computes |= any(not IMPORTERS.isdisjoint(each.co_names) for each, _ in nested)
+    computes = any(not IMPORTERS.isdisjoint(each.co_names) for each, _ in nested)
     found = [(name, is_early) for each, is_run in nested for name, is_early in _imported(each, package or "", is_run)]
     named = map(name_in_text, texts)
     return Source(

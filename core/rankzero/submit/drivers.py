@@ -100,11 +100,7 @@ def start_driver(own: Submission, private: dict[str, Any]) -> DriverProcess:
         private_file.write(json.dumps({**private, "nonce": own.job.nonce}).encode())
         private_file.seek(0)
         driver = DriverProcess(
-            command,
-            stdin=private_file,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            command, stdin=private_file, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     driver.output = output
     if own.is_remote:

@@ -109,11 +109,11 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         return NotImplemented
 
     def _note_imports(self, function: types.FunctionType) -> None:
+        source = source_of_code(function.__code__, function.__globals__.get("__package__"))
+        self.needs.add(source)
         used = [function.__globals__.get(name) for name in _extract_code_globals(function.__code__)]
         # Under whatever name it was imported.
-        computes = any(isinstance(value, types.FunctionType) and value.__name__ in IMPORTERS for value in used)
-        source = source_of_code(function.__code__, function.__globals__.get("__package__"), computes)
-        self.needs.add(source)
+        self.needs.computes |= any(isinstance(each, types.FunctionType) and each.__name__ in IMPORTERS for each in used)
         for name in {*source.imports, *(value.__name__ for value in used if isinstance(value, types.ModuleType))}:
             if travels(name):
                 self._note_loaded(name)

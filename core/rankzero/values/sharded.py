@@ -16,8 +16,6 @@ from typing import Any
 from rankzero.errors import ResultError
 from rankzero.values import tensors
 
-Path = tuple[Any, ...]
-
 
 @dataclass(frozen=True)
 class Shard:
@@ -131,11 +129,11 @@ def load(
     return _walk(own, lambda path, value: given.get(path, value))
 
 
-def _name(path: Path) -> str:
+def _name(path: tuple[Any, ...]) -> str:
     return repr(".".join(map(str, path)))
 
 
-def _walk(value: Any, visit: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+def _walk(value: Any, visit: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
     """Returns a copy of ``value``, made of plain dicts, lists and tuples, with each leaf replaced by ``visit``."""
     if type(value) in (dict, OrderedDict):
         return type(value)((key, _walk(item, visit, (*path, key))) for key, item in value.items())
@@ -144,11 +142,11 @@ def _walk(value: Any, visit: Callable[[Path, Any], Any], path: Path = ()) -> Any
     return visit(path, value)
 
 
-def _tensors(state: Any) -> dict[Path, Any]:
+def _tensors(state: Any) -> dict[tuple[Any, ...], Any]:
     """Returns the dense tensors, DTensors and shards of a nested state by their paths."""
-    found: dict[Path, Any] = {}
+    found: dict[tuple[Any, ...], Any] = {}
 
-    def note(path: Path, value: Any) -> None:
+    def note(path: tuple[Any, ...], value: Any) -> None:
         if isinstance(value, Shard) or tensors.is_sharded(value) or tensors.is_dense(value):
             found[path] = value
 
