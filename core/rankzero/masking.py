@@ -48,7 +48,7 @@ def secrets_of(pairs: Mapping[str, Any]) -> list[str]:
             urls = [secret for _, secret in _PASSWORD.findall(text)]
             urls += [secret for _, key, secret in _SETTING.findall(text) if hides(key, secret)]
             found += [text] if hides(name, text) else [*urls, *map(unquote, urls)]
-    return [text for text in found if not _NO_SECRET.fullmatch(text)]
+    return [text for text in dict.fromkeys(found) if not _NO_SECRET.fullmatch(text)]
 
 
 def is_secret(name: str) -> bool:

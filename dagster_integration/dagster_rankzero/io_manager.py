@@ -135,7 +135,7 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager):
 def read_version(directory: str) -> tuple[ResultRef, str | None]:
     """Reads the committed version in a directory: its handle, and the name of the data file of the version before.
 
-    Raises FileNotFoundError if there is none, ResultError if it is damaged or of a later version of rankzero.
+    Raises FileNotFoundError if there is none, ResultError if it is damaged.
     """
     path = store.join(directory, VERSION_FILE)
     try:
@@ -147,9 +147,7 @@ def read_version(directory: str) -> tuple[ResultRef, str | None]:
         return ResultRef.deserialize({**facts["ref"], "uri": store.join(directory, name)}, facts["version"]), before
     except FileNotFoundError:
         raise FileNotFoundError(f"nothing is stored in {directory}: there is no {VERSION_FILE}") from None
-    except TypeError as error:
-        raise ResultError(f"a later version of rankzero wrote {path}: install that one ({error})") from error
-    except (ValueError, LookupError) as error:
+    except (ValueError, TypeError, LookupError) as error:
         raise ResultError(f"{path} is damaged: {error}; materialize it again", is_damage=True) from error
 
 

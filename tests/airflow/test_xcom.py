@@ -100,7 +100,7 @@ def test_a_task_is_mapped_over_a_large_list(dag: Any, run_dag: RunDag, operator:
     ("value", "mapped", "why"),
     [
         ({"weights": [object()]}, False, "multiple_outputs=True pushes its keys"),
-        ({"__classname__": "x.Y"}, False, "would return {'classname': 'x.Y'}"),
+        ({"__classname__": "x.Y"}, False, "would return {'classname__': 'x.Y'}"),
         ({"loss": math.nan}, False, "would return {'loss': 'nan'}"),
         ("text", False, "it is no dict"),
         ({"run_directory": "/mine"}, False, "its key 'run_directory' is the XCom of the run directory"),

@@ -105,18 +105,6 @@ def test_without_a_path_the_instance_stores_beside_dagsters_own_io_manager(shelf
     assert dg.Definitions([asset_of(None)]).load_asset_value("stored", instance=shelf.instance) == {"a": 0}
 
 
-def test_what_a_later_version_of_rankzero_has_stored_is_kept(shelf: Shelf) -> None:
-    shelf.store({"a": 1})
-    version = shelf.folder / "rankzero.json"
-    text = json.dumps({**json.loads(version.read_text()), "version": 99})
-    version.write_text(text)
-    for use in (lambda: shelf.store({"a": 2}), lambda: shelf.load()):
-        with pytest.raises(dg.Failure, match="a later version of rankzero wrote .*rankzero.json"):
-            use()
-    assert version.read_text() == text
-    assert len(shelf.names()) == 2
-
-
 def test_a_manifest_that_names_another_place_deletes_nothing(shelf: Shelf, tmp_path: Path) -> None:
     shelf.store(1)
     manifest = shelf.folder / "rankzero.json"

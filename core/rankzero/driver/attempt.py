@@ -36,7 +36,7 @@ from rankzero.driver.watch import CHECK_INTERVAL
 from rankzero.engines.base import AgentGroup, EngineSession
 from rankzero.errors import EngineError, RankZeroError, ResultError, RunCancelledError, StartTimeoutError
 from rankzero.host.network import listen
-from rankzero.host.processes import allow_open_files, caller_process
+from rankzero.host.processes import allow_open_files, this_process
 from rankzero.job import CheckpointConfig, Job
 from rankzero.run.checkpoints import Manifest
 from rankzero.threads import done_within, in_thread, reply_of
@@ -140,12 +140,12 @@ class Attempt:
             **policy.agent_config(job, self._number, self._run.env, self._deadline - time.monotonic()),
             "driver": [hosts, port],
             "secret": self._secret,
-            "caller": caller_process(),
+            # A driver in a thread stops whenever its caller does: in a call of native code, by Ctrl-Z, in a debugger.
+            "caller": this_process() if self._run.recorder.status.driver_thread else None,
             "certificate": base64.b64encode(self._identity[0]).decode() if self._identity else None,
         }
         self._run.recorder.note_places(job.num_processes, held=True)
         launch = functools.partial(session.launch, num_tasks, config, self._agents.engine_end())
-
         self._group = await self._run.places.request(launch, self._deadline, if_late=cancel_late)
 
     async def _read_store(self) -> tuple[Manifest | None, str]:
@@ -302,7 +302,7 @@ class Attempt:
                 # Ranks that have committed wait for their peers. No rank is left that needs the rest of the grace.
                 is_released = True
                 server.broadcast(messages.End())
-            if is_patient and watch.is_called_off():
+            if watch.is_called_off() and is_patient:
                 server.broadcast(messages.Stop(self.job.stop_grace))
                 timeout, is_patient = self.job.stop_grace + bounds.STOP_MARGIN(), False
                 asked_at = alone_at = now

@@ -32,10 +32,9 @@ from rankzero.errors import InvalidJobError, RankZeroError, RunNotFoundError, St
 from rankzero.host import processes
 from rankzero.host.processes import (
     allow_open_files,
+    describe_process,
     is_gone,
     pidfd_of,
-    process_namespace,
-    process_start,
     readable,
     settle_signals,
 )
@@ -131,8 +130,7 @@ def drive(
         signal.signal(number, on_signal)
     signal.signal(CANCEL, lambda *_: driver.watch.cancel())
     if owner is not None:
-        exited = "the process that called run() has exited"
-        when_gone(owner, functools.partial(driver.watch.interrupt, exited))
+        when_gone(owner, functools.partial(driver.watch.interrupt, "the process that called run() has exited"))
     elif private.get("retrier"):
         when_gone(private["retrier"], driver.watch.retrier_gone.set)
     code = 1
@@ -227,6 +225,8 @@ class Delegation:
                 )
             what = f"waiting for {session.place} to begin {num_tasks} tasks, for {now - began:.0f} s"
             self._recorder.note_waiting(what)
+            # The heartbeats of a driver notice this, but this process writes none.
+            self._recorder.superseded = await self._watch.reply_of(self._store.submit(own.is_lost), self._watch.check)
             await self._watch.wait(bounds.POLL_INTERVAL)
 
     async def _follow(self) -> None:
@@ -318,7 +318,7 @@ def main_on_cluster() -> None:
     from rankzero.engines.spark.submit import read_private
 
     arguments = _arguments(__doc__, ("--private", {"required": True, "help": "where secrets are: env: or conf:NAME"}))
-    parent = {"pid": os.getppid(), "start": process_start(os.getppid()), "namespace": process_namespace()}
+    parent = describe_process(os.getppid())
     private = read_private(arguments.private)
     run = RunDirectory(arguments.run_directory)
     job = run.job_of(arguments.submission)
