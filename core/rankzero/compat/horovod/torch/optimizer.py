@@ -203,9 +203,9 @@ class _Reducer:
 
     def reset(self, *_: Any) -> None:
         """Waits for gradients on their way and forgets them, whatever became of them. A hook of `load_state_dict`."""
-        for _, _, request, _ in self._sent.values():
+        for sent in self._sent.values():
             with contextlib.suppress(HorovodInternalError):
-                request.wait()
+                sent[2].wait()
         self._sent.clear()
         self.set_passes(self._passes)
 
