@@ -1,7 +1,6 @@
 """The life of an attempt whose agents are scripts: they speak on the real channel, to the driver of a real run."""
 
 import asyncio
-import json
 import platform
 import threading
 import time
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.runs import folder_of
 
 from rankzero import EngineError, Launcher, LocalEngine, RankZeroError, RunCancelledError, RunHandle, WorkerFailedError
 from rankzero.bounds import STOP_MARGIN
@@ -162,10 +160,6 @@ class Played:
     directory: Path = Path()
     was_cancelled: bool = False
 
-    @property
-    def phases(self) -> Any:
-        return json.loads((folder_of(self.directory) / "status.json").read_bytes())["phase"]
-
 
 @pytest.fixture
 def play(launcher: Launcher, tmp_path: Path) -> Callable[..., Played]:
@@ -189,12 +183,11 @@ def test_every_rank_finishes_and_the_value_is_rank_0s(play: Callable[..., Played
         await asyncio.sleep(2 * STOP_MARGIN())
 
     played = play(succeed, clean_up)
-    assert (played.value, played.error, played.was_cancelled, played.phases) == (7, None, False, "final")
+    phase = RunHandle.attach(played.directory).status().phase
+    assert (played.value, played.error, played.was_cancelled, phase) == (7, None, False, "final")
 
 
-def test_an_agent_that_dies_after_the_success_does_not_end_the_others(
-    play: Callable[..., Played], launcher: Launcher
-) -> None:
+def test_an_agent_that_dies_after_the_success_does_not_end_the_others(play: Callable[..., Played]) -> None:
     async def die(agent: Agent) -> None:
         await agent.start()
         agent.finish()
@@ -248,6 +241,21 @@ def test_a_report_while_ranks_are_stopped_is_the_cause_of_the_consequences(play:
     assert (played.error.rank, played.error.exception_type) == (1, "ValueError")
 
 
+def test_a_cancel_is_noted_while_the_ranks_of_a_failure_stop(play: Callable[..., Played], launcher: Launcher) -> None:
+    async def fail(agent: Agent) -> None:
+        await agent.start()
+        agent.send(Failed(1.0, "ValueError", "the cause"))
+        await agent.expect(Stop)
+        run = RunHandle.attach(Path(str(launcher.store)) / "run")
+        run.cancel()
+        while not run.status().cancelling:
+            await asyncio.sleep(0.01)
+        await agent.leave()
+
+    played = play(fail, stop_grace=WAIT)
+    assert (played.error.exception_type, played.was_cancelled) == ("ValueError", False)
+
+
 def test_a_value_that_arrives_after_an_error_is_a_success(play: Callable[..., Played]) -> None:
     async def finish_late(agent: Agent) -> None:
         await agent.start()
@@ -273,23 +281,12 @@ def test_what_an_agent_sent_before_its_end_counts_before_the_engines_error(play:
     assert played.error.exception_type == "ValueError"
 
 
-def test_a_cancel_stops_the_ranks_and_ends_agents_that_do_not_reply(
-    play: Callable[..., Played], launcher: Launcher
-) -> None:
-    trains = threading.Event()
-
+def test_a_cancel_stops_ranks_and_ends_agents_without_a_reply(play: Callable[..., Played], launcher: Launcher) -> None:
     async def ignore(agent: Agent) -> None:
         await agent.start()
-        trains.set()
+        RunHandle.attach(Path(str(launcher.store)) / "run").cancel()
         await asyncio.sleep(WAIT)
 
-    def cancel() -> None:
-        assert trains.wait(WAIT)
-        RunHandle.attach(Path(str(launcher.store)) / "run").cancel()
-
-    canceller = threading.Thread(target=cancel)
-    canceller.start()
     played = play(wait_for_stop, ignore)
-    canceller.join(WAIT)
     assert isinstance(played.error, RunCancelledError)
     assert played.was_cancelled

@@ -10,7 +10,7 @@ from tests.conftest import until
 from tests.runs import submitted
 
 from rankzero import CheckpointConfig, store
-from rankzero.channel.messages import Part
+from rankzero.channel.messages import NEVER, Finished, Part
 from rankzero.driver.ending import Facts
 from rankzero.driver.storage import Storage
 from rankzero.run.checkpoints import Manifest, list_committed
@@ -53,14 +53,14 @@ class Commits:
         # Everything else waits behind it.
         self.storage.submit(self._gate.wait)
 
-    def add(self, index: int, rank: int = 0, *, sharded: bool = False) -> None:
+    def add(self, index: int, rank: int = 0, *, sharded: bool = False, upload: str | None = None) -> None:
         folder = Path(self.own.path("checkpoints", f"0000-{index:06d}"))
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"rank-{rank}.json"
         file.write_text("{}")
         facts: dict[str, Any] = {"path": str(file), "shared": True, "time": 0.0, "metrics": {}, "sharded": sharded}
         facts |= {"file": file.name, "format": "json", "size": 2, "sha256": ""}
-        self.storage.add_part(rank, Part(id=folder.name, index=index, **facts))
+        self.storage.add_part(rank, Part(id=folder.name, index=index, upload=upload, **facts))
 
     def _poll(self) -> None:
         for settled in self.storage.settled():
@@ -134,10 +134,20 @@ def test_a_sharded_checkpoint_waits_for_all_parts_until_a_later_one_is_committed
     work.add(5, 1, sharded=True)
     work.await_commit(5)
     assert (work.committed, work.lost) == ([1, 5], [4])
+    files = Path(work.own.path("checkpoints")).glob
+    assert work.on_disk() == [1, 5]
+    assert sorted(int(file.parent.name[-1]) for file in files("*/rank-*")) == [1, 1, 5, 5, 6, 7]
     work.storage.end("")
     work.finish()
-    found = sorted(int(file.parent.name[-1]) for file in Path(work.own.path("checkpoints")).glob("*/rank-*"))
-    assert found == [1, 1, 5, 5]
+    assert sorted(int(file.parent.name[-1]) for file in files("*/rank-*")) == [1, 1, 5, 5]
+
+
+def test_what_arrived_of_a_part_that_is_lost_is_removed(work: Commits) -> None:
+    arrived = Path(work.own.path("result", ".upload-part"))
+    arrived.write_text("{")
+    work.add(0, upload="part")
+    work.finish()
+    assert (work.lost, arrived.exists()) == ([0], False)
 
 
 def test_a_checkpoint_gives_way_to_a_newer_one(work: Commits) -> None:
@@ -173,14 +183,14 @@ def test_a_checkpoint_that_ranks_may_read_is_kept_until_there_are_no_ranks(
 
 
 def test_ranks_are_told_of_checkpoints_in_their_order(work: Commits) -> None:
-    """To a rank, all checkpoints up to one that is lost or committed are either."""
+    """To a rank, all checkpoints up to one that is lost or committed are either. Rank 0's end settles all."""
     work.add(0)
     work.storage.lose(1)
+    result = {"format": "json", "digest": "", "size": 0, "path": "gone", "summary": {}}
+    work.storage.finish(0, Finished(0.0, result), {})
     assert (work.committed, work.lost) == ([], [])
-    work.open()
-    work.await_commit(0)
-    assert (work.committed, work.lost) == ([0], [1])
     work.finish()
+    assert (work.committed, work.lost) == ([0], [1, NEVER])
 
 
 def test_a_commit_that_ends_after_its_attempt_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

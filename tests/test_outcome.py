@@ -26,11 +26,6 @@ def member(task: int, why: str | None = None, cause: str = LOST) -> Member:
     return found
 
 
-def explain(error: BaseException) -> RankZeroError:
-    """What an engine says of its error."""
-    return EngineError(f"the engine: {error}", cause=LOST)
-
-
 def judged(
     known: Facts, gone: list[Member] | None = None, *, in_window: bool = False, stacks: dict[int, str] | None = None
 ) -> Verdict | None:
@@ -40,8 +35,8 @@ def judged(
     if in_window and not ending.is_certain(known):
         return None
     stacks = {rank: f"stack of {rank}" for rank in range(known.num_processes)} if stacks is None else stacks
-    error = known.engine_error or RuntimeError("the agents ended")
-    return ending.judge(known, gone or [], explain(error) if known.engine_ended else None, stacks)
+    explained = EngineError(f"the engine: {known.engine_error or 'the agents ended'}", cause=LOST)
+    return ending.judge(known, gone or [], explained if known.engine_ended else None, stacks)
 
 
 def failed(known: Facts, rank: int, **details: Any) -> bool:
@@ -50,16 +45,10 @@ def failed(known: Facts, rank: int, **details: Any) -> bool:
 
 def test_success_is_every_ranks_end_and_rank_0s_value() -> None:
     known = facts()
-    known.finished.add(1)
-    assert judged(known) is None
     known.note_stored(REF, [None])
-    assert judged(known) == Verdict(success=(REF, [None]))
-
-
-def test_the_value_alone_is_no_success() -> None:
-    known = facts()
-    known.note_stored(REF, [])
     assert judged(known) is None
+    known.finished.add(1)
+    assert judged(known) == Verdict(success=(REF, [None]))
 
 
 def test_no_later_event_takes_a_success_back() -> None:
@@ -76,6 +65,8 @@ def test_an_agent_whose_ranks_have_all_finished_is_no_loss() -> None:
     assert is_loss_of(judged(known, [gone]), gone)
     known.finished.add(3)
     assert judged(known, [gone]) is None
+    # Unless the attempt has been judged to fail before that.
+    assert is_loss_of(ending.judge(known, [gone], None, {}), gone)
     # Its peers may have needed it, though: their broken connections are explained by that.
     failed(known, 0, collateral=True)
     assert is_loss_of(judged(known, [gone]), gone)
@@ -157,30 +148,24 @@ def test_why_an_attempt_cannot_succeed_any_more(
         assert end in str(verdict.error)
 
 
-def left(cause: str) -> Member:
-    return member(1, "it got SIGTERM", cause)
-
-
-@pytest.mark.parametrize(("cause", "blamed"), [(LOST, "host-1"), (PREEMPTED, None)])
-def test_the_host_of_a_lost_agent_is_blamed_unless_it_was_preempted(cause: str, blamed: str | None) -> None:
-    verdict = judged(facts(), [left(cause)])
-    assert verdict
-    assert verdict.blamed == blamed
-
-
 @pytest.mark.parametrize(
-    ("engine_error", "cause", "said"), [(None, PREEMPTED, False), (RuntimeError("executor 1 was lost"), LOST, True)]
+    ("left", "engine_error", "cause", "blamed"),
+    [
+        (LOST, None, LOST, "host-1"),
+        (PREEMPTED, None, PREEMPTED, None),
+        (PREEMPTED, RuntimeError("executor 1 was lost"), LOST, None),
+    ],
 )
-def test_what_the_engine_says_of_a_lost_agent_is_told_and_decides_about_a_restart(
-    engine_error: BaseException | None, cause: str, said: bool
+def test_the_host_of_a_lost_agent_is_blamed_unless_it_was_preempted_and_the_engine_decides_about_a_restart(
+    left: str, engine_error: BaseException | None, cause: str, blamed: str | None
 ) -> None:
     known = facts()
     known.engine_ended, known.engine_error = engine_error is not None, engine_error
-    verdict = judged(known, [left(PREEMPTED)])
+    verdict = judged(known, [member(1, "it got SIGTERM", left)])
     assert verdict
     assert isinstance(verdict.error, EngineError)
-    assert verdict.error.cause == cause
-    assert ("executor 1 was lost" in str(verdict.error)) is said
+    assert (verdict.error.cause, verdict.blamed) == (cause, blamed)
+    assert ("executor 1 was lost" in str(verdict.error)) is (engine_error is not None)
 
 
 @pytest.mark.parametrize(("matched", "cause"), [("ResultError", MATCHED), (None, None)])

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from rankzero.engines.local import LocalSession
 from rankzero.errors import LOST
 from rankzero.host.processes import process_namespace, process_start
 from rankzero.job import Job
+from rankzero.run.directory import Submission
+from rankzero.run.status import RunStatus
 from rankzero.submit import drivers
 from rankzero.submit.start import Submitter
 from rankzero.task.stage import ATTEMPT, OVER, put, run_task, sealed
@@ -47,16 +49,12 @@ class Stage(AgentGroup):
         return EngineError(str(error))
 
 
+@dataclass(frozen=True)
 class Cluster(LocalEngine):
     """An engine whose stages may have the driver of a run in them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        object.__setattr__(self, "stages", list[Stage]())
-        object.__setattr__(self, "configs", list[AgentConfig]())
-
-    stages: list[Stage]
-    configs: list[AgentConfig]
+    stages: list[Stage] = field(default_factory=list)
+    configs: list[AgentConfig] = field(default_factory=list)
 
     def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return {"kind": "local"}, {"conf": {"spark.ssl.keyPassword": "secret-of-the-engine"}}
@@ -144,7 +142,11 @@ def interrupt(run: Submitted) -> None:
     run.watch.interrupt("the driver got SIGTERM")
 
 
-@pytest.mark.parametrize("end", [cancel, interrupt])
+def end_elsewhere(run: Submitted) -> None:
+    Submission(run.own.run, run.own.job).finish(RunStatus("failed"))
+
+
+@pytest.mark.parametrize("end", [cancel, interrupt, end_elsewhere])
 def test_a_run_that_is_cancelled_before_its_stage_begins_is_not_driven_there(
     tmp_path: Path, pool: ThreadPoolExecutor, end: Callable[[Submitted], None]
 ) -> None:

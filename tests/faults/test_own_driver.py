@@ -8,14 +8,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.conftest import ROOT, until
+from tests.runs import submitted
 
 from rankzero import EngineError, Launcher, LocalEngine, RunHandle, bounds
 from rankzero.host.processes import process_namespace, process_start
-from rankzero.run.observer import process_lives
+from rankzero.run.observer import Observer, process_lives
 from rankzero.run.status import RunStatus
 from rankzero.submit import durable
 
@@ -30,8 +32,8 @@ def wait_for(go: str) -> str:
 
 
 @pytest.mark.parametrize(("is_thread", "lives"), [(False, True), (True, None)])
-def test_a_driver_that_is_a_thread_is_left_to_its_heartbeat(is_thread: bool, lives: bool | None) -> None:
-    """Its process may outlive it."""
+def test_a_driver_in_a_thread_is_left_to_its_heartbeat(tmp_path: Path, is_thread: bool, lives: bool | None) -> None:
+    """Its process may outlive it, which only that process sees."""
     pid = os.getpid()
     status = RunStatus(
         "running",
@@ -42,6 +44,8 @@ def test_a_driver_that_is_a_thread_is_left_to_its_heartbeat(is_thread: bool, liv
         driver_thread=is_thread,
     )
     assert process_lives(status) is lives
+    ended: Any = SimpleNamespace(poll=lambda: 0)
+    assert Observer(submitted(str(tmp_path / "run")), ended).driver_lives(status) == (not is_thread)
 
 
 def test_a_driver_that_is_stopped_is_not_said_to_have_died(
@@ -127,6 +131,11 @@ def test_a_forked_child_that_leaves_run_ends_no_training(launcher: Launcher, tmp
     finally:
         if os.getpid() != parent:
             os._exit(0)
+
+
+def test_a_store_that_fails_after_the_end_replaces_no_result(launcher: Launcher, monkeypatch: Any) -> None:
+    monkeypatch.setattr(RunHandle, "cancel", lambda handle: os.stat("/no/such/store"))
+    assert launcher.options(num_processes=1, engine=Apart()).run(max, 1, 2) == 2
 
 
 RUNS = """

@@ -52,9 +52,10 @@ class Idempotent(Notes):
     is_idempotent = True
 
 
-class Broken(Tracker):
-    def __init__(self, token: str, url: str) -> None:
-        self.token, self.url = token, url
+class Broken(Notes):
+    def __init__(self, path: Path, token: str, url: str) -> None:
+        super().__init__(path, token)
+        self.url = url
 
     def add(self, run: RunHandle[Any], events: list[dict[str, Any]]) -> None:
         raise OSError(f"no answer from {self.url} or {os.environ.get('SERVER')} with {self.token}")
@@ -144,10 +145,10 @@ def test_what_a_tracker_raises_is_one_line_without_its_secrets(
     notes = tmp_path / "notes"
     monkeypatch.setenv("SERVER_TOKEN", "of-the-server")
     monkeypatch.setenv("SERVER", "http://you:of-yours@host/of-the-server")
-    broken = Broken(SECRET, "http://me:word-of-mine@host/")
+    broken = Broken(tmp_path / "broken", SECRET, "http://me:word-of-mine@host/")
     with caplog.at_level(logging.WARNING):
         assert Launcher(1, store=tmp_path, trackers=[broken, Notes(notes)]).run(train, 1) == "done"
-    assert noted(notes)[-1]["end"] == "succeeded"
+    assert [noted(path)[-1]["end"] for path in (notes, broken.path)] == ["succeeded"] * 2
     (line,) = [record.getMessage() for record in caplog.records if "misses" in record.getMessage()]
     cause = "OSError: no answer from http://me:***@host/ or http://you:***@host/*** with ***"
     assert line == f"Broken misses events of the run: {cause}"
@@ -167,6 +168,7 @@ def test_a_tracker_that_is_late_gets_the_events_of_its_own_submission(
     later = Recorder(second, Mask())
     later.update(state="starting")
     trackers.start()
+    trackers.ended.set()
     trackers.close()
     assert kinds(noted(notes)) == ["starting", "failure", "failed"]
     assert noted(notes)[-1]["end"] == "failed"

@@ -184,7 +184,7 @@ class Part(Message):
 
 @dataclass(frozen=True)
 class Lost(Message):
-    """A checkpoint will not be committed. To ranks, `NEVER` means that no later one will be, either."""
+    """A checkpoint will not be committed. To ranks, `NEVER` means that no whole one will be any more."""
 
     index: int
 

@@ -146,7 +146,6 @@ class Attempt:
         }
         self._run.recorder.note_places(job.num_processes, held=True)
         launch = functools.partial(session.launch, num_tasks, config, self._agents.engine_end())
-
         self._group = await self._run.places.request(launch, self._deadline, if_late=cancel_late)
 
     async def _read_store(self) -> tuple[Manifest | None, str]:
@@ -303,7 +302,7 @@ class Attempt:
                 # Ranks that have committed wait for their peers. No rank is left that needs the rest of the grace.
                 is_released = True
                 server.broadcast(messages.End())
-            if is_patient and watch.is_called_off():
+            if watch.is_called_off() and is_patient:
                 server.broadcast(messages.Stop(self.job.stop_grace))
                 timeout, is_patient = self.job.stop_grace + bounds.STOP_MARGIN(), False
                 asked_at = alone_at = now

@@ -37,7 +37,7 @@ from rankzero.run.directory import Submission
 from rankzero.run.handle import RunHandle
 from rankzero.run.names import EVENTS, REPORT_FILE
 from rankzero.run.output import events_of
-from rankzero.threads import Flag, in_thread, reply_of
+from rankzero.threads import ActionThread, Flag, in_thread, reply_of
 from rankzero.tracking.tracker import Tracker
 
 TRACKER_POLL_INTERVAL = 1.0  # Seconds before each poll of the events, the first too: imports slow the ranks' start
@@ -108,43 +108,36 @@ class Driver:
     async def _run_to_its_end(self, refused: Exception | None) -> None:
         self.recorder.note_thread()
         self._trackers.start()
+        last = ActionThread("rankzero-finish")
         try:
             outcome = await self._outcome(refused)
             # The files may be on a disk that hangs.
-            await reply_of(in_thread(functools.partial(self.recorder.finish, **outcome), "rankzero-finish"))
+            await reply_of(last.submit(functools.partial(self.recorder.finish, **outcome)))
+            if "result" in outcome and not self.recorder.superseded:
+                # Not awaited yet: a store may hang. But before all else, since the caller's process may exit soon.
+                last.submit(functools.partial(remove_computed, self._job))
         finally:
-            closing = in_thread(self._trackers.close, "rankzero-trackers")
+            self._trackers.ended.set()
             # After the final status, so callers do not wait while a SparkContext stops, which takes a second.
             await self.places.close()
-            await reply_of(closing)
+            if self._trackers.feeds:
+                await reply_of(in_thread(self._trackers.close, "rankzero-trackers"))
             if not self.recorder.superseded:
-                await self._after()
-
-    async def _after(self) -> None:
-        """Removes rows that no submission reads again, and writes the page of the run; a silent store is not awaited.
-
-        An error is only logged.
-        """
-
-        def act() -> None:
-            recorder = self.recorder
-            if recorder.end and recorder.status.result and not recorder.superseded:
-                remove_computed(self._job)
-            try:
-                write_report(self._own)
-            except Exception as error:
-                logger.warning("the report of the run could not be written: %s; `rankzero report` makes it", error)
-
-        try:
-            await reply_of(in_thread(act, "rankzero-report"), bounds.REPORT_TIMEOUT())
-        except TimeoutError:
-            what = "the report of the run takes more than %g s; `rankzero report` makes it"
-            logger.warning(what, bounds.REPORT_TIMEOUT())
+                reported = last.submit(functools.partial(write_report, self._own))
+                try:
+                    await reply_of(reported, bounds.REPORT_TIMEOUT())
+                except Exception as error:
+                    why = error if reported.done() else f"it takes more than {bounds.REPORT_TIMEOUT():g} s"
+                    logger.warning("the report of the run is not written: %s; `rankzero report` makes it", why)
+            last.end()
 
     async def _outcome(self, refused: Exception | None) -> dict[str, Any]:
         """Returns the fields of the final status."""
         try:
             verdict = await self._attempt_until_done(refused)
+            assert verdict.success is not None
+            result, value = verdict.success
+            return {"state": "succeeded", "result": result.to_json(), "value": value}
         except RankZeroError as error:
             state = "cancelled" if isinstance(error, RunCancelledError) else "failed"
             return {"state": state, "error": error.to_json()}
@@ -152,9 +145,6 @@ class Driver:
             logger.exception("the driver failed")
             what = EngineError(f"the driver failed: {type(error).__name__}: {error}")
             return {"state": "failed", "error": what.to_json()}
-        assert verdict.success is not None
-        result, value = verdict.success
-        return {"state": "succeeded", "result": result.to_json(), "value": value}
 
     async def _attempt_until_done(self, refused: Exception | None) -> Verdict:
         """Makes attempts until one succeeds; raises the error of the last one when no further attempt is allowed."""
@@ -266,19 +256,18 @@ class Trackers:
 
     def __init__(self, own: Submission, packed: Mapping[str, Any] | None) -> None:
         """Prepares the threads, and starts none. `rankzero.submit.pack.pack_trackers` has packed the trackers."""
-        self._ended = threading.Event()
-        self._feeds = [_Feed(own, pickled, self._ended) for pickled in (packed or {}).get("pickles", ())]
+        self.ended = threading.Event()
+        self.feeds = [_Feed(own, pickled, self.ended) for pickled in (packed or {}).get("pickles", ())]
 
     def start(self) -> None:
         """Starts the threads that call the trackers."""
-        for feed in self._feeds:
+        for feed in self.feeds:
             feed.start()
 
     def close(self) -> None:
-        """Calls each tracker for the last time, and waits for that, at most `TRACKERS_TIMEOUT` seconds."""
-        self._ended.set()
+        """Waits until each tracker was called for the last time, at most `TRACKERS_TIMEOUT` seconds."""
         deadline = time.monotonic() + bounds.TRACKERS_TIMEOUT()
-        for feed in self._feeds:
+        for feed in self.feeds:
             feed.join(max(0.0, deadline - time.monotonic()))
             if feed.is_alive():
                 logger.warning("%s has not taken the end of the run within %g s", feed.what, bounds.TRACKERS_TIMEOUT())
@@ -303,9 +292,11 @@ class _Feed(threading.Thread):
         while not has_ended:
             has_ended = self._ended.wait(max(pause, self._handle.pace))
             try:
-                self._poll()
-                if has_ended and self._tracker:
-                    self._tracker.end(self._handle, self._handle.status())
+                try:
+                    self._poll()
+                finally:
+                    if has_ended and self._has_begun and self._tracker:
+                        self._tracker.end(self._handle, self._handle.status())
                 pause = TRACKER_POLL_INTERVAL
             except Exception as error:
                 pause = min(2 * pause, TRACKER_PAUSE_MAX())

@@ -217,8 +217,9 @@ def judge(facts: Facts, gone: Sequence[Member], explained: RankZeroError | None,
         return failed(facts, {rank: stacks[rank] for rank in suspects(facts) if rank in stacks})
     if facts.refusal:
         return Verdict(error=facts.refusal)
-    if needed := _needed(facts, gone):
-        return _lost(needed[0], facts, explained)
+    # Ranks of an agent that is gone may have finished since then. Its peers may wait for it.
+    if lost := _needed(facts, gone) or (not facts.engine_ended and gone):
+        return _lost(lost[0], facts, explained)
     return Verdict(error=explained)
 
 

@@ -130,8 +130,7 @@ def drive(
         signal.signal(number, on_signal)
     signal.signal(CANCEL, lambda *_: driver.watch.cancel())
     if owner is not None:
-        exited = "the process that called run() has exited"
-        when_gone(owner, functools.partial(driver.watch.interrupt, exited))
+        when_gone(owner, functools.partial(driver.watch.interrupt, "the process that called run() has exited"))
     elif private.get("retrier"):
         when_gone(private["retrier"], driver.watch.retrier_gone.set)
     code = 1
@@ -226,6 +225,8 @@ class Delegation:
                 )
             what = f"waiting for {session.place} to begin {num_tasks} tasks, for {now - began:.0f} s"
             self._recorder.note_waiting(what)
+            # The heartbeats of a driver notice this, but this process writes none.
+            self._recorder.superseded = await self._watch.reply_of(self._store.submit(own.is_lost), self._watch.check)
             await self._watch.wait(bounds.POLL_INTERVAL)
 
     async def _follow(self) -> None:

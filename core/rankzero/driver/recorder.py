@@ -291,7 +291,6 @@ class Recorder:
         """
         self._note_state(changes["state"])
         self.note_phase("final")
-
         self._append(LINES, [])
 
         def close() -> None:

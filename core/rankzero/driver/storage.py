@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from rankzero import bounds, store
 from rankzero.bounds import STORE_OUTAGE
-from rankzero.channel.messages import Finished, Part
+from rankzero.channel.messages import NEVER, Finished, Part
 from rankzero.channel.server import UPLOAD
 from rankzero.driver.ending import Facts
 from rankzero.errors import ResultError
@@ -34,10 +34,7 @@ logger = logging.getLogger(__name__)
 CHECKPOINT_RETRY_TIMEOUT = bounds.scaled(30.0)  # For the newest checkpoint while the store refuses its commit
 SLOWEST_STORE = 1 << 20  # Bytes per second; a store that takes a value more slowly counts as one that hangs
 
-_SCRATCH_PREFIX = "rankzero-driver-"
-
-_VALUE = re.compile(r"value-[0-9]+\.[a-z]+")
-"""Name of the value of an attempt."""
+_VALUE = re.compile(r"value-[0-9]+\.[a-z]+")  # Name of the value of an attempt
 
 T = TypeVar("T")
 
@@ -197,6 +194,8 @@ class Storage:
                 "checkpoints with sharded=True on every rank or on none"
             )
         part, index = message.facts(), message.index
+        parts = self._incoming.setdefault(index, {})
+        parts[rank] = part
         if name := message.upload:
             part["uploaded"], found = self._take(name)
             if found != message.size:
@@ -206,24 +205,31 @@ class Storage:
                 return
         if index <= self._newest:
             # A report of another thread, or of a signal handler, overtook this one.
+            self._drop(index)
             return
-        parts = self._incoming.setdefault(index, {})
-        parts[rank] = part
         if not message.sharded:
             # Parts of other ranks do not belong to it.
             parts = {rank: part}
         elif len(parts) < self.facts.num_processes:
             return
         # Ranks train in step, so the newest checkpoint is enough.
-        self._incoming = {later: others for later, others in self._incoming.items() if later > index}
+        del self._incoming[index]
+        for older in [one for one in self._incoming if one < index]:
+            self._drop(older)
         self._newest = index
         self._settling.append(self.submit(functools.partial(self._commit_parts, index, parts)))
         self._do(self._prune)
 
     def lose(self, index: int) -> None:
         """Notes that a part of a checkpoint will not arrive."""
-        self._incoming.pop(index, None)
+        self._drop(index)
         self._settling.append(self.submit(lambda: index))
+
+    def _drop(self, index: int) -> None:
+        for part in self._incoming.pop(index, {}).values():
+            # Not the folder, in which another rank may be writing.
+            for place in filter(None, (part.get("uploaded"), self._own.path(FOLDER, part["id"], part["file"]))):
+                self._do(functools.partial(store.remove, place))
 
     def settled(self) -> Iterator[Manifest | int]:
         """Yields each checkpoint that was committed since the last call, and the number of each that is lost, in order.
@@ -315,6 +321,9 @@ class Storage:
         if result is None:
             self.facts.finished.add(rank)
             return
+        if True not in self._kinds:
+            # Other ranks may have reported more whole checkpoints.
+            self.lose(NEVER)
         path, is_uploaded = self._take("rank-0-value")
         if isinstance(is_uploaded, str):
             self.facts.refusal = _not_stored(is_uploaded)
@@ -354,7 +363,7 @@ def _not_stored(error: str) -> ResultError:
 @contextlib.contextmanager
 def scratch_directory() -> Iterator[str]:
     """Makes a temporary directory, locked while its process lives; making one removes those of killed drivers."""
-    path = make_scratch(scratch_root(), _SCRATCH_PREFIX)
+    path = make_scratch(scratch_root(), "rankzero-driver-")
     lock = lock_directory(path)
     try:
         yield path

@@ -120,9 +120,7 @@ class Watch:
             self._hurry.set()
         is_late = self._cancelled_at is not None and now - self._cancelled_at > REASON_TIMEOUT()
         if self._recorder.superseded:
-            why = (
-                "another process has ended this submission, since this driver seemed to be dead, or the run was removed"
-            )
+            why = "another process has ended this submission, since this driver seemed dead, or the run was removed"
             self._error = RunCancelledError(why)
         elif self._request or is_late:
             reason = (self._request or {"reason": ""})["reason"]

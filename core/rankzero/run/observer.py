@@ -151,7 +151,7 @@ class Observer:
         if self._driver is not None and os.getpid() == self._pid:
             # It also removes a child process that has exited.
             lives = self._driver.poll() is None
-            if status.driver_pid is None:
+            if status.driver_pid is None or status.driver_thread:
                 return lives
         if status.driver_pid is None and (process := self._starting()):
             status = replace(status, **{f"driver_{fact}": process[fact] for fact in ("pid", "start", "namespace")})

@@ -98,11 +98,7 @@ def start_driver(own: Submission, private: dict[str, Any]) -> DriverProcess:
         private_file.write(json.dumps({**private, "nonce": own.job.nonce}).encode())
         private_file.seek(0)
         driver = DriverProcess(
-            command,
-            stdin=private_file,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            command, stdin=private_file, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     driver.output = output
     if own.is_remote:
@@ -149,7 +145,7 @@ def _process_driver(own: Submission, request: Request, stop_timeout: float) -> I
                 handle.wait(stop_timeout)
 
             # The store may not answer.
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(Exception):
                 in_thread(end).result(stop_timeout)
 
 

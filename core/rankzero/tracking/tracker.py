@@ -67,7 +67,7 @@ class Tracker:
         """
 
     def end(self, run: RunHandle[Any], status: RunStatus) -> None:
-        """Called once, after the last `add`.
+        """Called once, after the last `add`, even if that has raised an exception.
 
         Args:
             run: The run.
