@@ -18,6 +18,7 @@ from rankzero import (
     InvalidJobError,
     Launcher,
     RankZeroError,
+    RetryableError,
     RunHandle,
     RunNotFoundError,
     SparkEngine,
@@ -52,6 +53,18 @@ def _of(handle: RunHandle[None]) -> RankZeroError:
     with pytest.raises(RankZeroError) as raised:
         handle.result()
     return raised.value
+
+
+class Diverged(RetryableError):
+    step: int
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        super().__init__(f"diverged at step {step}")
+
+
+def test_a_subclass_of_a_user_keeps_its_attributes() -> None:
+    assert Diverged(3).step == 3
 
 
 def test_a_misspelt_option_is_named_with_the_right_one() -> None:

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from rankzero import InvalidJobError, Launcher
+from rankzero import CheckpointConfig, InvalidJobError, Launcher
 from rankzero.options import TABLE
 
 
@@ -25,6 +25,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert (launcher.num_processes, launcher.max_restarts, launcher.timeout) == ((1, 2), 1, 2.5)
     assert {type(value) for value in (*launcher.num_processes, launcher.max_restarts)} == {int}  # type: ignore[misc]
     assert type(launcher.timeout) is float
+    assert type(CheckpointConfig(num_to_keep=np.int64(3)).num_to_keep) is int  # type: ignore[arg-type]
     for wrong in (np.int64(0), np.bool_(True), True):
         with pytest.raises(InvalidJobError, match="num_processes"):
             Launcher(wrong)  # type: ignore[arg-type]

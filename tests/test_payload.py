@@ -158,6 +158,7 @@ class Job:
 
 def train():
     job = Job()
+    assert fib.__name__ == "fib"
     return fib(10), fib.cache_parameters(), job.scaled(2), Job.scaled.cache_info().misses, job.__dict__
 """
 

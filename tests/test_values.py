@@ -219,14 +219,13 @@ def test_a_directory_is_archived_with_what_its_links_point_to(tmp_path: Path) ->
     (folder / "model").write_text("weights")
     (folder / "linked").symlink_to("model")
     os.mkfifo(folder / "pipe")
+    (folder / "gone").symlink_to("missing")
+    (folder / "inner" / "loop").symlink_to(folder)
     (tmp_path / "latest").symlink_to(folder.name)
     with (tmp_path / "tar").open("wb") as archive:
         formats.write_directory(str(tmp_path / "latest"), archive)
     formats.read_directory(archive.name, digest.digest_of_file(archive.name), str(tmp_path / "again"))
     assert sorted(path.name for path in (tmp_path / "again").rglob("*")) == ["inner", "linked", "model"]
-    (folder / "gone").symlink_to("missing")
-    with (tmp_path / "tar").open("wb") as archive, pytest.raises(FileNotFoundError, match="gone"):
-        formats.write_directory(str(folder), archive)
 
 
 def test_a_parallel_model_arrives_as_the_model_inside(launcher: Launcher) -> None:

@@ -38,7 +38,9 @@ class RankZeroError(Exception):
     _fields: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        cls._fields = (*cls._fields, *(name for name in cls.__annotations__ if name not in vars(cls)))
+        # A subclass of a user's own has its own attributes.
+        if cls.__module__ == __name__:
+            cls._fields = (*cls._fields, *(name for name in cls.__annotations__ if name not in vars(cls)))
 
     def __init__(self, message: str = "", *, code: str = "", **facts: Any) -> None:
         self.code = code or type(self).code

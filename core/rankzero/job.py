@@ -46,7 +46,8 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         if self.num_to_keep is not None:
-            POSITIVE.check("num_to_keep", self.num_to_keep)
+            # A plain number, which can be written as JSON.
+            object.__setattr__(self, "num_to_keep", POSITIVE.check("num_to_keep", self.num_to_keep))
         if self.metric is not None:
             TEXT.check("metric", self.metric)
         MODE.check("mode", self.mode)

@@ -361,4 +361,4 @@ class Launcher(Options):
         return store.normalize(store.root_of(self.store))
 
 
-Launcher.__doc__ = re.sub(r" {8}\*\*options: .*\n", lambda _: HELP, Launcher.__doc__ or "")
+Launcher.__doc__ = re.sub(r"(?m)^ +\*\*options: .*\n", lambda _: HELP, Launcher.__doc__ or "")

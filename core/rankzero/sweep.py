@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rankzero import bounds
 from rankzero.errors import InvalidJobError, ResultError, RunCancelledError
 from rankzero.run.handle import RunHandle
 from rankzero.run.printing import print_line
@@ -95,6 +94,7 @@ def run_trials(
     max_parallel: int,
 ) -> Sweep:
     """Runs all trials, as `Launcher.map` does; ``start`` opens the run of one, which ends with its block."""
+    handles: list[RunHandle[Any]] = []
     is_stopped = threading.Event()
 
     def run(number: int) -> Trial:
@@ -103,9 +103,10 @@ def run_trials(
         try:
             with start(number) as handle:
                 print_line(f"{name} runs in {handle.directory}", handle.id)
-                while not handle.wait(bounds.POLL_INTERVAL_LONG):
-                    if is_stopped.is_set():
-                        raise RunCancelledError("the sweep was interrupted", requested=True)
+                handles.append(handle)
+                if is_stopped.is_set():
+                    handle.cancel()
+                handle.wait()
             result = handle.result_ref()
         except Exception as caught:
             if isinstance(caught, InvalidJobError) and number == 0 and handle is None:
@@ -126,8 +127,13 @@ def run_trials(
     try:
         for future in as_completed(futures):
             future.result()
-    finally:
-        # After an interrupt, or a refusal of all trials.
+    except BaseException:
+        # An interrupt, or a refusal of all trials.
         is_stopped.set()
+        for handle in handles:
+            with contextlib.suppress(Exception):
+                handle.cancel()
+        raise
+    finally:
         pool.shutdown(cancel_futures=True)
     return Sweep(future.result() for future in futures)

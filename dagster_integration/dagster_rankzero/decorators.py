@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from dagster_rankzero._compat import name_of, with_partitions
 from dagster_rankzero.checks import reported_checks
-from dagster_rankzero.inputs import CONFIG, PARTITION_KEYS, PartitionArguments, annotation_of, check_function, ins_of
+from dagster_rankzero.inputs import PARTITION_KEYS, PartitionArguments, check_function, ins_of, step_parameters
 from dagster_rankzero.metadata import RESULT_ENTRIES, by_partition
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY, NumProcesses, Program, TorchDistributorResource
 
@@ -275,7 +275,7 @@ def _make(
     fixed: Mapping[str, Any] | None = None,
     inputs: Collection[str] | None = None,
 ) -> Any:
-    """Makes an asset or op by Dagster's decorator, of a function that takes the training's inputs by name.
+    """Makes an asset or op by Dagster's decorator, of a function whose signature has the training's inputs.
 
     A parameter that ``ins`` describes among the arguments of Dagster's decorator is an input, whatever its name.
     """
@@ -292,7 +292,8 @@ def _make(
     taken = [parameter for parameter in taken if parameter.name not in partitions.taken]
     ins = ins_of(train, taken, named_ins, is_op=is_op)
 
-    def run(context: Any, given: dict[str, Any]) -> Any:
+    # The context is an asset's or an op's, and the value may be an Output: Dagster compares both with annotations.
+    def compute(context, **given):  # type: ignore[no-untyped-def]
         keys = partitions.fill(context)
         resource: TorchDistributorResource = getattr(context.resources, resource_key).options(**changes)
         if PARTITION_KEYS in keys:
@@ -301,19 +302,12 @@ def _make(
         result = resource._run(context, train, (), {**(fixed or {}), **given, **keys})
         return finish(context, result, keys.get(PARTITION_KEYS, []))
 
-    # The context is an asset's or an op's, and the value may be an Output: Dagster compares both with annotations.
-    def compute(context, **given):  # type: ignore[no-untyped-def]
-        return run(context, given)
-
-    if config := next((each for each in taken if each.name == CONFIG and CONFIG not in ins), None):
-        # An empty annotation or default is none.
-        kind, default = annotation_of(train, config), config.default
-
-        def compute(context, config: kind = default, **given):  # type: ignore[misc, no-untyped-def, valid-type]
-            return run(context, {CONFIG: config, **given})
-
+    returns: Any = inspect.Signature.empty
     if signature.return_annotation in (None, "None"):
-        compute.__annotations__["return"] = None
+        returns = compute.__annotations__["return"] = None
+    # Dagster reads positional inputs, defaults and the config class from it; the types of inputs are in `ins`.
+    parameters = step_parameters(train, taken)
+    compute.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
     compute.__name__ = compute.__qualname__ = train.__name__
     compute.__module__, compute.__doc__ = train.__module__, train.__doc__
     return decorator(**_with_resource({**arguments, "ins": ins}, resource_key))(compute)

@@ -115,31 +115,35 @@ def ins_of(
 ) -> dict[str, Any]:
     """Returns Dagster's ``ins`` for a training function: those that the user has given, and one for each parameter.
 
-    Raises DagsterInvalidDefinitionError for a parameter that no input can fill, and for an input without a parameter.
+    Raises DagsterInvalidDefinitionError for a parameter that no input can fill.
     """
-    ins: dict[str, Any] = {}
+    ins = dict(given)
     for parameter in parameters:
         _check_parameter(train, parameter)
         name, annotation = parameter.name, annotation_of(train, parameter)
-        if name == CONFIG or parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            continue
-        known = {"dagster_type": OpenedByRanks(dagster_type_of(Any if annotation is parameter.empty else annotation))}
-        if is_op and parameter.default is not parameter.empty:
-            known["default_value"] = parameter.default
-        ins[name] = _filled(given.get(name, dg.In() if is_op else dg.AssetIn()), known)
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-    for name in given.keys() - ins.keys():
-        if not (takes_any or getattr(given[name].dagster_type, "is_nothing", False)):
-            raise dg.DagsterInvalidDefinitionError(f"ins has {name!r}, but {train.__name__} has no such parameter")
-    return ins | {name: each for name, each in given.items() if name not in ins}
+        if name != CONFIG and parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+            shown = OpenedByRanks(dagster_type_of(Any if annotation is parameter.empty else annotation))
+            ins[name] = _typed(given.get(name, dg.In() if is_op else dg.AssetIn()), shown)
+    return ins
 
 
-def _filled(given: Any, fields: Mapping[str, Any]) -> Any:
-    """Returns an `In` or `AssetIn` with the fields that it leaves open."""
-    blank = type(given)()
+def step_parameters(train: Callable[..., Any], taken: list[inspect.Parameter]) -> list[inspect.Parameter]:
+    """Returns the parameters of a step: the context, and those of its function; only a config has its annotation."""
+    found = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    for each in taken:
+        # Dagster does not see keyword-only parameters as inputs.
+        kind = each.kind if each.kind is each.VAR_KEYWORD else each.POSITIONAL_OR_KEYWORD
+        found.append(
+            each.replace(kind=kind, annotation=annotation_of(train, each) if each.name == CONFIG else each.empty)
+        )
+    return sorted(found, key=lambda each: (each.kind, each.default is not each.empty))
+
+
+def _typed(given: Any, dagster_type: dg.DagsterType) -> Any:
+    """Returns an `In` or `AssetIn` with the type, unless it has one."""
     known = {name: getattr(given, name) for name in inspect.signature(type(given)).parameters}
-    unset = {name: value for name, value in fields.items() if known[name] is getattr(blank, name)}
-    return type(given)(**{**known, **unset})
+    is_typed = given.dagster_type is not type(given)().dagster_type
+    return given if is_typed else type(given)(**{**known, "dagster_type": dagster_type})
 
 
 def _check_parameter(train: Callable[..., Any], parameter: inspect.Parameter) -> None:

@@ -1,15 +1,13 @@
 """What ranks print and report arrives, in few deliveries: each wakes the agent, the channel and the driver."""
 
-import json
 import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
 import pytest
 from tests.conftest import of_ranks
@@ -19,9 +17,11 @@ from rankzero import Launcher, ResultError, WorkerFailedError, bounds
 from rankzero.channel import messages
 from rankzero.channel.messages import Decoder, encode
 from rankzero.driver.recorder import Recorder
+from rankzero.train.context import await_checkpoint
 from rankzero.worker.control import Control
 
 LINES = 100
+COUNT = 1000  # Reports of each thread
 PAUSE = 0.01
 
 
@@ -53,6 +53,61 @@ def test_lines_of_a_quiet_rank_travel_together(launcher: Launcher, deliveries: l
     assert len(deliveries) <= lasted / bounds.DELIVERY_INTERVAL + 3
 
 
+def test_a_checkpoint_overtakes_no_report(launcher: Launcher) -> None:
+    def train() -> None:
+        rt.report({"step": 1}, checkpoint={"step": 1})
+        await_checkpoint()
+
+    launcher = launcher.options(num_processes=1, run_id="ordered")
+    launcher.run(train)
+    handle = launcher.find()
+    assert handle
+    kinds = [event["type"] for event in handle.events()]
+    assert kinds.index("metric") < kinds.index("checkpoint")
+
+
+def test_reports_of_threads_and_of_signal_handlers_all_arrive_and_leave_no_memory(launcher: Launcher) -> None:
+    """A handler may interrupt the very call that it makes itself."""
+
+    def train() -> tuple[int, set[int]]:
+        handled, reports = [], [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+        (reports,) = [path for path in reports if "memfd:rankzero" in os.path.realpath(path)]
+
+        def report(name: str, number: int) -> None:
+            rt.report({name: number, "text": "x" * (number * 37 % 300)})
+
+        def blocks() -> int:
+            """The kernel's blocks of 512 bytes that the file takes once the agent has read it: two pages at most."""
+            for _ in range(300):
+                if (found := os.stat(reports).st_blocks) <= 8:
+                    break
+                time.sleep(0.1)
+            return found
+
+        signal.signal(signal.SIGPROF, lambda *_: handled.append(report("handled", len(handled))))
+        signal.setitimer(signal.ITIMER_PROF, 0.02, 0.02)
+        threads = [threading.Thread(target=lambda: [report("n", n) for n in range(COUNT)]) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        left = {blocks()}
+        for _ in range(3):
+            rt.report({"text": "x" * 5000})
+            left.add(blocks())
+        return len(handled), left
+
+    launcher = launcher.options(num_processes=1, run_id="threads")
+    count, left = launcher.run(train)
+    handle = launcher.find()
+    assert handle
+    rows = handle.metrics()
+    assert sorted(row["n"] for row in rows if "n" in row) == sorted([*range(COUNT)] * 3)
+    assert sorted(row["handled"] for row in rows if "handled" in row) == list(range(count))
+    assert max(left) <= 8
+
+
 def test_the_last_reports_before_a_kill_arrive(launcher: Launcher) -> None:
     def train() -> None:
         for number in range(LINES):
@@ -68,26 +123,15 @@ def test_the_last_reports_before_a_kill_arrive(launcher: Launcher) -> None:
 
 
 @pytest.fixture
-def reports() -> Iterator[IO[bytes]]:
-    """The file to which a worker appends its reports."""
-    with tempfile.TemporaryFile(buffering=0) as file:
-        yield file
-
-
-@pytest.fixture
-def control(reports: IO[bytes]) -> Iterator[tuple[Control, socket.socket]]:
+def control() -> Iterator[tuple[Control, socket.socket]]:
     """A worker's end, and the agent's, which receives each message by itself."""
     mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     mine.settimeout(10)
     with mine:
-        rank = Control(other.detach(), os.dup(reports.fileno()))
+        rank = Control(other.detach(), os.open(os.devnull, os.O_WRONLY))
         yield rank, mine
         # What a failed test has left would find the socket closed some day, and end this process.
         rank.flush()
-
-
-def row(number: int) -> str:
-    return f'[{{"n":{number}}},0.0]'
 
 
 def receive(agent: socket.socket) -> list[str]:
@@ -105,35 +149,6 @@ def test_go_may_overtake_the_start_of_an_agent_that_still_fetches_files(control:
     assert rank.expect(messages.Start) == start
     assert rank.expect(messages.Go) == go
     assert rank.expect(messages.Lost) == lost
-
-
-def test_reports_of_many_threads_and_of_signal_handlers_are_all_written(
-    control: tuple[Control, socket.socket], reports: IO[bytes]
-) -> None:
-    """A handler may interrupt the very call that it makes itself."""
-    rank, _ = control
-    count, threads = 1000, 3
-    handled = []
-
-    def interrupt(*_: object) -> None:
-        handled.append(rank.report(row(-1)))
-
-    before = signal.signal(signal.SIGPROF, interrupt)
-    signal.setitimer(signal.ITIMER_PROF, 0.02, 0.02)
-    try:
-        others = [threading.Thread(target=lambda: [rank.report(row(n)) for n in range(count)]) for _ in range(threads)]
-        for thread in others:
-            thread.start()
-        for number in range(count):
-            rank.report(row(number))
-        for thread in others:
-            thread.join()
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
-        signal.signal(signal.SIGPROF, before)
-    reports.seek(0)
-    received = [json.loads(line)[0]["n"] for line in reports]
-    assert sorted(received) == sorted([-1] * len(handled) + [*range(count)] * (threads + 1))
 
 
 def test_a_report_too_large_for_a_message_is_refused_before_anything_is_sent() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -38,28 +39,50 @@ hold.hold(json.loads(sys.argv[1]))
 """
 
 
+CONFIG = {
+    "use_gpu": False,
+    "ports": None,
+    "grace": 1.0,
+    "exit_timeout": 5.0,
+    "restart_count": 0,
+    "max_restarts": 0,
+    "env": {},
+    "task": 0,
+    "host": "127.0.0.1",
+    "workers": 1,
+    "gpus": [],
+    "cores": 1,
+    "code_path": os.path.dirname(os.path.dirname(rankzero.__file__)),
+}
+
+
+def test_an_agent_that_is_stopped_before_it_finds_its_driver_fails_with_the_reason(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        config = {**CONFIG, "driver": [["127.0.0.1"], silent.getsockname()[1]], "secret": new_secret()}
+        config |= {"scratch": str(scratch), "temporary": None}
+        command = [sys.executable, "-c", "from rankzero.agent.supervise import main; main()"]
+        with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as agent:
+            assert agent.stdin
+            assert agent.stderr
+            agent.stdin.write(json.dumps(config) + "\n")
+            agent.stdin.flush()
+            connection, _ = silent.accept()
+            with connection:
+                agent.send_signal(signal.SIGTERM)
+                assert agent.wait(BOUND) == 1
+            assert agent.stderr.read() == "it got SIGTERM: the cluster takes the place back\n"
+    assert not scratch.exists()
+
+
 @pytest.mark.parametrize("warm_start", [False, True])
 def test_of_a_holder_that_stands_still_and_dies_nothing_is_left(
     tmp_path: Path, marker: str, warm_start: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a driver that was stopped: its agent loses it, ends, and finds it alive; then it is killed."""
     monkeypatch.setenv("MARK", marker)
-    config = {
-        "use_gpu": False,
-        "ports": None,
-        "grace": 1.0,
-        "exit_timeout": 5.0,
-        "restart_count": 0,
-        "max_restarts": 0,
-        "preload_timeout": 20.0 if warm_start else None,
-        "env": {},
-        "task": 0,
-        "host": "127.0.0.1",
-        "workers": 1,
-        "gpus": [],
-        "cores": 1,
-        "code_path": os.path.dirname(os.path.dirname(rankzero.__file__)),
-    }
+    config = {**CONFIG, "preload_timeout": 20.0 if warm_start else None}
     made = tmp_path / "made"
 
     async def main() -> None:

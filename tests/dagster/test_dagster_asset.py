@@ -190,13 +190,6 @@ def test_functions_that_cannot_run_on_ranks_are_refused_when_defined(train: obje
         torch_asset()(train)
 
 
-def test_an_input_without_a_parameter_is_refused_when_defined() -> None:
-    with pytest.raises(dg.DagsterInvalidDefinitionError, match="ins has 'data', but model has no such parameter"):
-
-        @torch_asset(ins={"data": dg.AssetIn(), "order": dg.AssetIn(dagster_type=dg.Nothing)})
-        def model(features: object) -> None: ...
-
-
 def test_a_frame_that_is_an_input_is_a_dataset(
     torch_distributor: TorchDistributorResource, tmp_path: Path, session: Any
 ) -> None:

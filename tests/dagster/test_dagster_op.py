@@ -9,7 +9,7 @@ import torch
 from tests.dagster.dagster_events import value_of
 
 import rankzero.train as rt
-from dagster_rankzero import torch_distributor_op
+from dagster_rankzero import torch_asset, torch_distributor_op
 
 
 class Config(dg.Config):
@@ -30,6 +30,18 @@ def load() -> dict[str, torch.Tensor]:
 @dg.op
 def add(weights: dict[str, torch.Tensor]) -> float:
     return weights["w"].sum().item()
+
+
+def scaled_by(number: float, *, by: int = 2) -> float:
+    """Scales.
+
+    Args:
+        number: The number to scale.
+    """
+    return number * by
+
+
+scaled = torch_distributor_op(scaled_by)
 
 
 def executed(
@@ -56,6 +68,23 @@ def test_an_op_takes_inputs_and_configuration_and_gives_rank_zeros_value(resourc
     assert event.step_output_data.metadata["world_size"].value == 3
     assert train.tags["team"] == "vision"
     assert train.description == "Trains."
+
+
+def test_inputs_are_given_by_position_and_take_defaults_and_descriptions(resources: dict[str, object]) -> None:
+    @dg.op
+    def one() -> float:
+        return 1.5
+
+    @dg.graph_asset
+    def total() -> float:
+        return scaled(scaled(one()))
+
+    assert dg.materialize([total], resources=resources).output_for_node("total").load() == 6.0
+    assert scaled.ins["number"].description == "The number to scale."
+    with dg.build_op_context(resources=resources) as context:
+        assert scaled(context, 1.5, 4).value == 6.0
+    with dg.build_asset_context(resources=resources) as context:
+        assert torch_asset(scaled_by)(context, 1.5, 4).value == 6.0
 
 
 def test_a_relative_script_begins_at_the_file_that_makes_the_op(

@@ -133,6 +133,11 @@ def test_a_forked_child_that_leaves_run_ends_no_training(launcher: Launcher, tmp
             os._exit(0)
 
 
+def test_a_store_that_fails_after_the_end_replaces_no_result(launcher: Launcher, monkeypatch: Any) -> None:
+    monkeypatch.setattr(RunHandle, "cancel", lambda handle: os.stat("/no/such/store"))
+    assert launcher.options(num_processes=1, engine=Apart()).run(max, 1, 2) == 2
+
+
 RUNS = """
 import sys, time
 from rankzero import Launcher

@@ -180,13 +180,24 @@ def tagged(unit: str) -> torch.Tensor:
     return made
 
 
-def frame(y: float = 0.5, *, is_used: bool = False) -> Any:
+def hooked(hook: Callable[..., None]) -> torch.nn.Module:
+    made = torch.nn.Identity()
+    made.register_forward_hook(hook)
+    return made
+
+
+def frame(y: float = 0.5, *, is_used: bool = False, **attrs: object) -> Any:
     made = pandas.DataFrame({"at": pandas.to_datetime(["2024-01-01", None]), "x": [1, 2]}, index=["a", "b"])
     made["kind"], made["y"], made["text"] = pandas.Categorical(["u", "v"]), [y, float("nan")], ["p", None]
+    made.attrs.update(attrs)
     if is_used:
         # A column that was read is kept, and blocks are joined.
         made.loc["a"], made[made["x"] > 1], made.values
     return made
+
+
+def levels(kind: str) -> Any:
+    return pandas.MultiIndex.from_arrays([numpy.array([1], kind), [2]])
 
 
 def dates(last: str = "2024-01-03", *, is_used: bool = False, **facts: Any) -> Any:
@@ -214,7 +225,9 @@ VALUES: dict[str, Callable[[], tuple[Any, Any, list[Any]]]] = {
     "sparse": lambda: (NUMBERS.conj().to_sparse(), CONJUGATED.to_sparse(), [NUMBERS.to_sparse()]),
     "subclass": lambda: (NUMBERS.repeat(2)[2:].as_subclass(Tagged), NUMBERS.as_subclass(Tagged), [NUMBERS]),
     "attribute": lambda: (tagged("m"), tagged("m"), [tagged("s"), torch.ones(2)]),
-    "frame": lambda: (frame(), frame(is_used=True), [frame(0.25), frame().rename_axis("id"), frame().iloc[:1]]),
+    "frame": lambda: (frame(), frame(is_used=True), [frame(0.25), frame(unit="m"), frame().rename_axis("id")]),
+    "levels": lambda: (levels("i8"), levels("i8"), [levels("i4"), levels("i8")[:0]]),
+    "hooks": lambda: (hooked(print), hooked(print), [hooked(breakpoint), torch.nn.Identity()]),
     "dates": lambda: (dates(), dates(is_used=True), [dates("2024-01-04"), dates(tz="Europe/Berlin"), dates(name="at")]),
     "moment": lambda: (pandas.Timestamp(0), pandas.Timestamp(0), [pandas.Timestamp(1), pandas.NaT]),
 }
@@ -379,7 +392,7 @@ CLASSES = """
 import functools, gc, sys, threading
 gc.disable()
 import pydantic, torch
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass, field, make_dataclass
 from typing import Generic, NamedTuple, TypeVar
 from tests.identities import identity_of
 
@@ -440,15 +453,27 @@ class Lazy:
 def several(lr): return Names({f"{lr}-{number}" for number in range(9)})
 
 def made(lr): return make_dataclass("Made", ["lr"])(lr)
+def noted(lr): return make_dataclass("Noted", [("x", int, field(default=1, metadata={"lr": lr}))])()
+def partial(lr): return type("Partial", (Rate,), {"__init__": functools.partialmethod(Lazy.__init__, lr)})
+def versioned(lr): return type("Versioned", (), {"__version__": lr})()
 
 def train(value): pass
 
 # torch counts them.
 [autograd(0) for _ in range(len(sys.argv))]
-KINDS = (several, autograd, generic, cached, Lazy, made, lambda lr: Model(lr=lr))
+KINDS = (several, autograd, generic, cached, Lazy, made, noted, partial, versioned, lambda lr: Model(lr=lr))
 for make in (Named, lambda lr: Pairs(lr=lr), lambda lr: Rows([lr]), Rate, Slots, Slot, Stateful, Loop, *KINDS):
     print(*(identity_of(train, (make(lr),), {}, 1).digest for lr in (0.1, 0.1, 0.5)))
 """
+
+
+def test_functions_of_one_name_in_two_modules_are_not_interchangeable(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = []
+    for name in ("one", "two"):
+        monkeypatch.setitem(sys.modules, name, module := types.ModuleType(name))
+        exec(f"def loss(): return {name!r}", vars(module))
+        pair.append(module.loss)
+    assert identity_of(print_it, (pair,), {}, 1) != identity_of(print_it, (pair[::-1],), {}, 1)
 
 
 def test_what_a_try_covers_counts() -> None:

@@ -75,6 +75,7 @@ def loop(version, fail):
 REACHED = {
     "an argument": ("importlib.import_module(target)", lambda name: f"{name}.models"),
     "a computed name": ("PACKAGE and importlib.import_module('.'.join(target))", lambda name: [name, "models"]),
+    "a word": ("load('.models', target)", lambda name: name),
     "a configuration": (
         "importlib.import_module(target['_target_'].rpartition('.')[0]).Net",
         lambda name: {"_target_": f"{name}.models.Net", "lr": 0.1},
@@ -88,7 +89,8 @@ def test_new_code_that_no_statement_imports_begins_from_scratch(
 ) -> None:
     text, target = REACHED[how]
     body = f"    import importlib\n    return loop(({text}).VERSION, fail)\n".replace("PACKAGE", package.name)
-    train = defined(f"import {package.name}\n{LOOP}def train(target, fail):\n{body}")
+    imports = f"from importlib import import_module as load\nimport {package.name}\n"
+    train = defined(f"{imports}{LOOP}def train(target, fail):\n{body}")
     launcher, fail = launcher.options(num_processes=1, run_id="computed"), tmp_path / "fail"
     fail.touch()
     with pytest.raises(RankZeroError, match="stop"):

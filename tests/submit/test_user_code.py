@@ -68,12 +68,13 @@ def test_links_to_directories_stay_and_are_named(
     (project / "elsewhere").symlink_to(tmp_path)
     (project / "ignored").symlink_to(tmp_path)
     (project / "linked.yaml").symlink_to(project / "settings.yaml")
+    Path(os.fsdecode(os.fsencode(project) + b"/caf\xe9.txt")).touch()
     with open(project / ".rankzeroignore", "a") as file:
         file.write("ignored\n*.csv\n")
     found = launcher.options(working_dir=project).run(look)
     there = ["linked.yaml", "models.py", "run.sh", "settings.yaml"]
     assert [name for name in found["here"] if "__pycache__" not in name] == there
-    assert "working_dir/elsewhere, working_dir/id_rsa do not travel" in caplog.text
+    assert "working_dir/caf\\xe9.txt, working_dir/elsewhere, working_dir/id_rsa do not travel" in caplog.text
 
 
 def use_files() -> list[str]:

@@ -17,7 +17,7 @@ from tests.kinds_of_values import same
 import rankzero.train as rt
 from rankzero import Launcher, ResultError, RetryableError, RunHandle
 from rankzero.testing import run_inline
-from rankzero.values.sharded import load, split
+from rankzero.values.sharded import Shard, load, split
 
 WRITERS = 2
 
@@ -157,8 +157,8 @@ def test_a_state_to_be_filled_that_lacks_something_is_refused(
             return [sorted(partial), str(error)]
 
     more, error = launcher.options(num_processes=1).run(read_less, 11)
-    # What is left out at the top is not read, unless it has no tensors.
-    assert more == ["epoch", "more", "rank"]
+    # What is left out at the top is not read if it is sharded.
+    assert more == ["epoch", "more", "plain", "rank"]
     assert "'model.0.weight' has the shape [7, 5] in the checkpoint, and None in the state" in error
     with pytest.raises(ResultError, match=r"'more.1' has the shape \[11\] in the checkpoint, and \[12\]"):
         launcher.options(num_processes=1).run(read_less, 12)
@@ -360,8 +360,13 @@ def test_what_is_not_sharded_comes_back_with_its_types_and_fills_a_target() -> N
     target = {"optimizer": {"state": {0: {"step": torch.tensor(0.0)}}, 1: (torch.zeros(1),)}}
     whole, filled = load(0, [], lambda _: part), load(0, [], lambda _: part, target)
     assert same(whole, state)
-    assert same(filled, OrderedDict(optimizer=state["optimizer"], none={}))
+    assert same(filled, state)
     assert filled["optimizer"]["state"][0]["step"] is target["optimizer"]["state"][0]["step"]  # type: ignore[index]
+    shard = split([torch.ones(2)]), {"w": Shard((2,), (0,), torch.ones(2)), "rng": torch.arange(3)}
+    assert same(load(0, [], lambda _: shard[0], [torch.zeros(2)]), [torch.ones(2)])
+    assert same(load(0, [], lambda _: shard[1], {}), {"rng": torch.arange(3)})
+    with torch.device("meta"):
+        assert load(0, [], lambda _: [shard[1]])[0]["w"].sum() == 2
 
 
 def test_tensors_that_a_checkpoint_lacks_are_named_and_nothing_is_filled() -> None:

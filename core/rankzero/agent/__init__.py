@@ -2,7 +2,7 @@
 
 Modules here import only the standard library and what pyspark bundles. Files in transfer and spooled lines are in the
 agent's scratch directory: below ``TMPDIR`` if that is set, else in Spark's local directory with the most space. A
-worker's ``TMPDIR`` is there, too, or in a directory below ``/tmp``, since multiprocessing's sockets need short paths.
-The agent removes both. It is a child subreaper, so processes that lost their parents come back to it and end with it;
-processes that clean up shared memory after others, such as multiprocessing's resource tracker, are ended last.
+worker's ``TMPDIR`` is there, too, if the path is short enough for multiprocessing's sockets, else the system's own.
+The agent removes the directory. It is a child subreaper, so processes that lost their parents come back to it and end
+with it; processes that clean up shared memory after others, such as multiprocessing's resource tracker, are ended last.
 """

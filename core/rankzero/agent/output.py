@@ -119,8 +119,8 @@ class Output:
                 self._spool.truncate(0)
                 self._read = self._written = self._released = 0
             elif self._read - self._released >= RELEASE:
-                release(self._spool.fileno(), self._released, self._read - self._released)
                 self._released = self._read
+                release(self._spool.fileno(), self._released)
         return data
 
     def finish(self) -> None:
@@ -130,10 +130,11 @@ class Output:
         self.add(self._splitter.feed(b"", final=True))
 
 
-def release(descriptor: int, start: int, size: int) -> None:
-    """Gives the blocks of a part of a file back to the file system, where that can do it."""
+def release(descriptor: int, size: int) -> None:
+    """Gives the blocks of the first bytes of a file back to the file system, where that can do it."""
     with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).fallocate(descriptor, _KEEP_SIZE_PUNCH_HOLE, ctypes.c_long(start), ctypes.c_long(size))
+        # From the beginning each time: a page of which only a part is released keeps its memory.
+        ctypes.CDLL(None).fallocate(descriptor, _KEEP_SIZE_PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(size))
 
 
 class LineSplitter:

@@ -10,7 +10,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
@@ -22,7 +21,7 @@ from rankzero.channel.connection import Connection
 from rankzero.channel.messages import Decoder, Message, encode
 from rankzero.host import forks
 from rankzero.host.network import socket_environment
-from rankzero.host.processes import signal_name
+from rankzero.host.processes import signal_name, unnamed_file
 from rankzero.worker import main as worker
 
 PIPE_SIZE = 1 << 20  # Capacity of the pipe for a rank's output, where the system allows it (macOS does not)
@@ -67,7 +66,9 @@ class Rank:
         self.output = Output(local_rank, config["scratch"])
         self._decoder = Decoder()
         self._unsent = bytearray()
-        self._reports, self._reported = _reports_file(config["scratch"]), 0
+        self._reports, self._reported = unnamed_file(), 0
+        # Threads of the rank write at the same time, and the kernel locks no file's offset for a file in memory.
+        fcntl.fcntl(self._reports, fcntl.F_SETFL, os.O_APPEND)
         self._control, control = socket.socketpair()
         read, write = os.pipe()
         with contextlib.suppress(OSError, AttributeError):
@@ -75,7 +76,7 @@ class Rank:
             fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
         with open(os.devnull) as nothing:
             stdio = (nothing.fileno(), write, write)
-            self.pid = _start_worker(config, stdio, (control.fileno(), self._reports))
+            self.pid = _start_worker(config, stdio, (control.fileno(), self._reports.fileno()))
         control.close()
         os.close(write)
         self._control.setblocking(False)
@@ -157,13 +158,14 @@ class Rank:
 
     def send_reports(self) -> None:
         """Sends the metrics that the worker has reported since the last call."""
-        while size := min(os.fstat(self._reports).st_size - self._reported, REPORTS_SIZE):
-            lines = os.pread(self._reports, size, self._reported).split(b"\n")
+        descriptor = self._reports.fileno()
+        while size := min(os.fstat(descriptor).st_size - self._reported, REPORTS_SIZE):
+            lines = os.pread(descriptor, size, self._reported).split(b"\n")
             if not (taken := size - len(lines.pop())):
                 return
             self.send(messages.Metrics([json.loads(line) for line in lines]))
-            release(self._reports, self._reported, taken)
             self._reported += taken
+            release(descriptor, self._reported)
 
     # -- output --------------------------------------------------------------------------------
 
@@ -193,14 +195,6 @@ class Rank:
                 break
         self.send_reports()
         return self.output.tail
-
-
-def _reports_file(scratch: str) -> int:
-    """Returns a file for the reports of a rank, which only the descriptor names: in memory, where the system can."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("rankzero-reports")
-    with tempfile.TemporaryFile(dir=scratch) as file:
-        return os.dup(file.fileno())
 
 
 def _read(source: IO[bytes]) -> bytes | None:

@@ -48,7 +48,7 @@ class Agent:
     """The workers of one task and the channel to the driver.
 
     Attributes:
-        lost: The reason for which the connection to the driver has ended.
+        lost: The reason for which there is no connection to the driver.
         has_failed: True if that was too early.
     """
 
@@ -57,8 +57,10 @@ class Agent:
         self._config = config
         self._scratch: str = config["scratch"]
         processes.become_subreaper()
-        # The task process may be killed first; then only this lock shows that the directories are in use.
-        self._locks = [_locked(place) for place in (self._scratch, config["temporary"]) if place]
+        # The task process may be killed first; then only this lock shows that the directory is in use.
+        self._lock = os.open(self._scratch, os.O_RDONLY)
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         self._ranks = [Rank(local_rank, config) for local_rank in range(config["workers"])]
         self._connection: Connection | None = None
         self._caller_lives = watcher_of(config.get("caller"))
@@ -119,7 +121,7 @@ class Agent:
             why = "the driver closed the channel"
         except (OSError, MessageError) as error:
             why = str(error) or type(error).__name__
-        self.lost = (self._connection and self._connection.reason) or why
+        self.lost = f"the driver is lost: {(self._connection and self._connection.reason) or why}"
         self._stop()
         self._release()
 
@@ -216,6 +218,8 @@ class Agent:
                 is_secondary = message.collateral or self._is_early
                 rank.send(dataclasses.replace(message, log_tail=tail, collateral=is_secondary))
             case _:
+                # Else a checkpoint would overtake the reports before it.
+                rank.send_reports()
                 rank.send(message)
 
     async def _transfer(self, rank: Rank, request: messages.Transfer) -> None:
@@ -265,7 +269,9 @@ class Agent:
             self._release()
 
     def _leave(self, why: str, cause: str) -> None:
-        """Stops the ranks without a request of the driver, and reports the reason to it."""
+        """Stops the ranks without a request of the driver, and reports the reason to it, or by the exit status."""
+        if not self._connection:
+            self.lost = self.lost or why
         if not self._is_ending:
             self._send(messages.Leaving(why, cause))
         self._stop()
@@ -350,14 +356,6 @@ class Agent:
                 self._patience.reschedule(time.monotonic() + STOPPED_LINES_TIMEOUT())
 
 
-def _locked(directory: str) -> int:
-    """Locks a directory until this process exits, as `rankzero.task.scratch.lock_directory` does."""
-    lock = os.open(directory, os.O_RDONLY)
-    with contextlib.suppress(OSError):
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    return lock
-
-
 def main() -> None:
     """Entry point of an agent without a zygote; its configuration is one line of JSON on standard input."""
     if not (line := sys.stdin.readline()):
@@ -374,9 +372,7 @@ def run(config: dict[str, Any]) -> None:
     try:
         asyncio.run(agent.run())
     finally:
-        # The task process deletes them for an agent that was killed; but it may be stopped, or die first.
-        for directory in (config["scratch"], config["temporary"]):
-            if directory:
-                shutil.rmtree(directory, ignore_errors=True)
+        # The task process deletes it for an agent that was killed; but it may be stopped, or die first.
+        shutil.rmtree(config["scratch"], ignore_errors=True)
     if agent.has_failed:
-        sys.exit(f"the driver is lost: {agent.lost}")
+        sys.exit(agent.lost)

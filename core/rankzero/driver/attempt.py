@@ -36,7 +36,7 @@ from rankzero.driver.watch import CHECK_INTERVAL
 from rankzero.engines.base import AgentGroup, EngineSession
 from rankzero.errors import EngineError, RankZeroError, ResultError, RunCancelledError, StartTimeoutError
 from rankzero.host.network import listen
-from rankzero.host.processes import allow_open_files, caller_process
+from rankzero.host.processes import allow_open_files, this_process
 from rankzero.job import CheckpointConfig, Job
 from rankzero.run.checkpoints import Manifest
 from rankzero.threads import done_within, in_thread, reply_of
@@ -140,7 +140,8 @@ class Attempt:
             **policy.agent_config(job, self._number, self._run.env, self._deadline - time.monotonic()),
             "driver": [hosts, port],
             "secret": self._secret,
-            "caller": caller_process(),
+            # A driver in a thread stops whenever its caller does: in a call of native code, by Ctrl-Z, in a debugger.
+            "caller": this_process() if self._run.recorder.status.driver_thread else None,
             "certificate": base64.b64encode(self._identity[0]).decode() if self._identity else None,
         }
         self._run.recorder.note_places(job.num_processes, held=True)

@@ -32,10 +32,9 @@ from rankzero.errors import InvalidJobError, RankZeroError, RunNotFoundError, St
 from rankzero.host import processes
 from rankzero.host.processes import (
     allow_open_files,
+    describe_process,
     is_gone,
     pidfd_of,
-    process_namespace,
-    process_start,
     readable,
     settle_signals,
 )
@@ -319,7 +318,7 @@ def main_on_cluster() -> None:
     from rankzero.engines.spark.submit import read_private
 
     arguments = _arguments(__doc__, ("--private", {"required": True, "help": "where secrets are: env: or conf:NAME"}))
-    parent = {"pid": os.getppid(), "start": process_start(os.getppid()), "namespace": process_namespace()}
+    parent = describe_process(os.getppid())
     private = read_private(arguments.private)
     run = RunDirectory(arguments.run_directory)
     job = run.job_of(arguments.submission)

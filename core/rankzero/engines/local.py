@@ -96,7 +96,7 @@ class LocalSession(EngineSession):
         )
 
     def close(self) -> None:
-        """Unlocks the GPUs of this run."""
+        """Releases this run's claims of GPUs."""
         self._claims.release()
 
 

@@ -14,10 +14,10 @@ import resource
 import select
 import signal
 import socket
-import threading
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from rankzero import bounds
 
@@ -72,6 +72,11 @@ def fork_safe(lock: T) -> T:
     return lock
 
 
+def unnamed_file() -> IO[bytes]:
+    """Returns a new file that goes with the last process that has it open: in memory, where the system can."""
+    return open(os.memfd_create("rankzero"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
+
+
 def signal_name(number: int) -> str:
     """Returns the name of a signal, such as ``SIGKILL`` for 9; a real-time signal gives its number."""
     try:
@@ -104,14 +109,6 @@ def this_process() -> dict[str, Any]:
 def describe_process(pid: int) -> dict[str, Any]:
     """Returns the facts about a living process of this machine by which `is_gone` recognizes it."""
     return {"pid": pid, "start": process_start(pid), "namespace": process_namespace()}
-
-
-def caller_process() -> dict[str, Any] | None:
-    """Describes this process for `watcher_of` in agents on its host, if the calling thread is not its main thread.
-
-    A driver in a thread stops whenever its caller does: in a long call of native code, by Ctrl-Z, in a debugger.
-    """
-    return None if threading.current_thread() is threading.main_thread() else this_process()
 
 
 def watcher_of(caller: dict[str, Any] | None) -> Callable[[], bool]:

@@ -19,7 +19,7 @@ TOTALS = frozenset(f"total_{many}" for many in PROGRESS.values())  # Metrics tha
 STEP_NAMES = ("step", "global_step", "iteration", "epoch")  # The first that was reported is the axis of a curve
 CHECK_PREFIX = "check/"  # Prefix of the names of metrics that an orchestrator shows as checks
 MOST_METRICS = 1000  # Most names of metrics in a status, and as many of checks; the events have all names
-UNSHOWN = frozenset({"time", "attempt"})  # Columns of a row of reports that tables leave out
+UNSHOWN = frozenset({"time", "attempt"})  # Columns of a row of reports that are no metrics
 
 
 def as_row(metrics: Mapping[str, Any], own: dict[str, Any]) -> dict[str, Any]:

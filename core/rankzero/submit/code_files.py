@@ -34,8 +34,6 @@ LIMIT = 64 << 20
 IGNORE_FILE = ".rankzeroignore"
 """File in a working directory or a package with patterns of files that are not shipped, in the format of .gitignore."""
 
-_LARGEST = 3
-
 _SUFFIXES = (".py", ".zip", ".egg", ".whl")
 
 _SKIPPED_DIRECTORIES = frozenset({"__pycache__", "node_modules"})
@@ -72,7 +70,10 @@ class Bundle:
     def add(self, name: str, path: str) -> None:
         """Adds a regular file."""
         with contextlib.suppress(OSError):
-            if name not in self.files and stat.S_ISREG((found := os.stat(path)).st_mode):
+            # No zip has a name that is not UTF-8.
+            if (shown := os.fsencode(name).decode(errors="backslashreplace")) != name:
+                self._missed.add(shown)
+            elif name not in self.files and stat.S_ISREG((found := os.stat(path)).st_mode):
                 self.files[name] = _File(path, found.st_size, stat.S_IMODE(found.st_mode), fingerprint(found))
 
     def add_folder(self, base: str, prefix: str, *, is_package: bool = True) -> None:
@@ -119,7 +120,7 @@ class Bundle:
         """
         sizes = {name: file.size for name, file in self.files.items()}
         if (total := sum(sizes.values())) > LIMIT:
-            found = sorted(sizes, key=sizes.__getitem__, reverse=True)[:_LARGEST]
+            found = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
             named = ", ".join(f"{name} ({sizes[name] >> 20} MiB)" for name in found)
             raise InvalidJobError(
                 f"{what} hold {total >> 20} MiB, over the limit of {LIMIT >> 20} MiB that travel with a job; the "
@@ -127,7 +128,9 @@ class Bundle:
             )
         if missed := sorted(self._missed):
             named = ", ".join(missed)
-            logger.warning("%s do not travel with the job: links to folders, or they may hold secrets", named)
+            logger.warning(
+                "%s do not travel with the job: links to folders, names that are not UTF-8, or possible secrets", named
+            )
         return _zip(tuple(sorted(self.files.items())))
 
 
@@ -184,17 +187,20 @@ class Needs:
     Attributes:
         modules: Names that it imports; some may be no modules.
         texts: Texts that may name a module.
+        computes: True if it imports by a text, which may be one word of an argument.
         first: A directory that is searched before `sys.path`, such as that of a script.
     """
 
     modules: set[str] = field(default_factory=set)
     texts: set[str] = field(default_factory=set)
+    computes: bool = False
     first: str | None = None
 
     def add(self, source: Source) -> None:
         """Adds what a source needs."""
         self.modules |= source.imports
         self.texts |= source.texts
+        self.computes |= source.computes
 
 
 class Modules:
@@ -279,9 +285,7 @@ class UserCode:
     """The user's ``working_dir`` and ``py_files`` of a `Launcher`."""
 
     def __init__(
-        self,
-        working_dir: str | os.PathLike[str] | None = None,
-        py_files: Iterable[str | os.PathLike[str]] = (),
+        self, working_dir: str | os.PathLike[str] | None = None, py_files: Iterable[str | os.PathLike[str]] = ()
     ) -> None:
         """Checks the paths, which may begin with ``~``.
 

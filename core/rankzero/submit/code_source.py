@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from rankzero import store
 
-_IMPORTERS = frozenset({"import_module", "__import__", "locate", "resolve_name", "instantiate"})
+IMPORTERS = frozenset({"import_module", "__import__", "locate", "resolve_name", "instantiate"})
 """Functions of importlib, pkgutil, pydoc and Hydra: where code names one, a text of one word may name a module."""
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(?:\.\w*)*")
@@ -42,12 +42,14 @@ class Source(NamedTuple):
         imports: Absolute names that it imports anywhere; some may be no modules.
         early: Those of them that are imported when the file is imported itself.
         texts: Texts in it that may name a module, or the begin of such a name.
+        computes: True if it uses one of `IMPORTERS`, and so may import by any text.
     """
 
     digest: str
     imports: frozenset[str] = frozenset()
     early: frozenset[str] = frozenset()
     texts: frozenset[str] = frozenset()
+    computes: bool = False
 
 
 def source_of_file(path: str, package: str = "") -> Source:
@@ -118,7 +120,7 @@ def source_of_code(code: types.CodeType, package: str | None) -> Source:
     """
     nested = list(_nested(code))
     texts = {text for each, _ in nested for text in _texts(each.co_consts)}
-    computes = any(not _IMPORTERS.isdisjoint(each.co_names) for each, _ in nested)
+    computes = any(not IMPORTERS.isdisjoint(each.co_names) for each, _ in nested)
     found = [(name, is_early) for each, is_run in nested for name, is_early in _imported(each, package or "", is_run)]
     named = map(name_in_text, texts)
     return Source(
@@ -126,6 +128,7 @@ def source_of_code(code: types.CodeType, package: str | None) -> Source:
         imports=frozenset(name for name, _ in found),
         early=frozenset(name for name, is_early in found if is_early),
         texts=frozenset(name for name in named if name and (computes or "." in name)),
+        computes=computes,
     )
 
 

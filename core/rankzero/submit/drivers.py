@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from rankzero.bounds import CANCEL_TIMEOUT
 from rankzero.errors import EngineError, RankZeroError, located
-from rankzero.host.processes import describe_process, fork_safe
+from rankzero.host.processes import describe_process, fork_safe, unnamed_file
 from rankzero.job import Job
 from rankzero.run.directory import Submission
 from rankzero.run.handle import RunHandle
@@ -93,18 +93,12 @@ def start_driver(own: Submission, private: dict[str, Any]) -> DriverProcess:
     command = [sys.executable, "-P", "-c", program, package_root, own.run.directory, "--submission", number]
     # An object store cannot append: the starter of the driver can read a file without a name.
     output: IO[bytes] = tempfile.TemporaryFile() if own.is_remote else open(own.path(DRIVER_LOG), "a+b")
-    # Without a name, in memory where the system can: it disappears whichever process dies, and never blocks as a pipe.
-    in_memory = hasattr(os, "memfd_create")
-    unnamed: IO[bytes] = open(os.memfd_create("rankzero-private"), "w+b") if in_memory else tempfile.TemporaryFile()
-    with unnamed as private_file:
+    # It disappears whichever process dies, and never blocks as a pipe.
+    with unnamed_file() as private_file:
         private_file.write(json.dumps({**private, "nonce": own.job.nonce}).encode())
         private_file.seek(0)
         driver = DriverProcess(
-            command,
-            stdin=private_file,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            command, stdin=private_file, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     driver.output = output
     if own.is_remote:
@@ -151,7 +145,7 @@ def _process_driver(own: Submission, request: Request, stop_timeout: float) -> I
                 handle.wait(stop_timeout)
 
             # The store may not answer.
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(Exception):
                 in_thread(end).result(stop_timeout)
 
 

@@ -49,8 +49,8 @@ from rankzero.values.ref import ResultRef, map_refs
 
 logger = logging.getLogger(__name__)
 
-_TEXT = re.compile(rb"\x8c(.)([A-Za-z_]\w*(?:[.:]\w+)+)", re.DOTALL)
-"""A short text in a pickle that may name something in a module, behind its length."""
+_TEXT = re.compile(rb"\x8c(.)([A-Za-z_]\w*(?:[.:]\w+)*)", re.DOTALL)
+"""A short text in a pickle that may name something in a module, behind its length. One word rarely does."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,7 @@ def build(
         raise InvalidJobError(f"{culprit} cannot be pickled: {error}", code="RZ-1004") from error
     needs = needs if is_program else pickler.needs
     texts = {text.decode().replace(":", ".") for length, text in _TEXT.findall(pickled) if length[0] == len(text)}
+    texts = {text for text in texts if needs.computes or "." in text}
     needs.texts |= texts - pickler.by_value | other.needs.texts
     needs.modules |= other.needs.modules
     return Payload(name, pack(pickled, buffers), Modules(needs), refs, training, arguments)

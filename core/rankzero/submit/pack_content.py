@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import marshal
+import os
 import pickle
 import sys
 import types
@@ -18,7 +19,7 @@ from typing import Any
 
 import cloudpickle
 
-from rankzero.submit.code_modules import is_sent_by_name, is_sent_by_value, is_user_module
+from rankzero.submit.code_modules import is_sent_by_name, is_sent_by_value, is_user_module, spec_of
 from rankzero.submit.code_source import digest_of_code, globals_of_classes
 from rankzero.submit.pack_pickler import reduce_wrapper
 from rankzero.values.digest import digest_of
@@ -111,20 +112,20 @@ class Contents:
             return _Parts(("global", str(getattr(value, "__module__", "")), reduced), [cls])
         # Items come as iterators.
         make, arguments, *rest = (list(part) if hasattr(part, "__next__") else part for part in reduced)
-        return _Parts("object", [cls, make, arguments, rest])
+        return _Parts("object", [cls, make, arguments, *map(_without_numbers, rest)])
 
     def _note(self, module: object, name: str, key: object, parts: _Parts) -> _Parts | None:
-        """Notes code of the user that counts apart, and returns its name; None if it counts where it is.
-
-        A lambda, and what a function has made, counts where it is.
-        """
+        """Notes code of the user that counts apart, and returns its name; None for lambdas and what functions made."""
         if "<" in name or not isinstance(module, str) or not (module == "__main__" or is_user_module(module)):
             return None
+        # No module can be found by the synthetic name of a DAG file.
+        file = None if spec_of(module.partition(".")[0]) else getattr(sys.modules.get(module), "__file__", None)
+        label = ("code", os.path.basename(file) if isinstance(file, str) else module, name)
         if id(key) not in self._noted:
             # Kept, so that its id stays its own.
             self._noted[id(key)] = key
-            self._waiting.append(parts)
-        return _Parts(("code", name))
+            self._waiting.append(_Parts(label, [parts]))
+        return _Parts(label)
 
     def _function(self, function: types.FunctionType) -> _Parts:
         if is_sent_by_name(function):
@@ -141,11 +142,8 @@ class Contents:
         module, name = cls.__module__, cls.__qualname__
         if is_sent_by_name(cls):
             return _Parts(("name", module, name))
-        members = [
-            (name, _unwrapped(member))
-            for name, member in sorted(vars(cls).items())
-            if isinstance(member, _METHODS) or name in _COUNTED or not name.startswith(_DERIVED)
-        ]
+        own = [each for each in sorted(vars(cls)) if each == "__pydantic_fields__" or not each.startswith(_DERIVED)]
+        members = [(each, _unwrapped(vars(cls)[each])) for each in own]
         body = _Parts(("class", name), [type(cls), cls.__bases__, members])
         return self._note(module, name, cls, body) or body
 
@@ -158,10 +156,11 @@ class Contents:
         return self._note(name, "", module, body) or body
 
 
-_METHODS = (types.FunctionType, staticmethod, classmethod, property)
-_COUNTED = ("__pydantic_fields__",)
-_DERIVED = ("__", "_abc_", "_backward_cls")
-"""Beginnings of the names of members that are made of others, with addresses of this process in them."""
+_DERIVED = (
+    *("__dict__", "__weakref__", "__module__", "__doc__", "__annot", "__static_attributes__", "__firstlineno__"),
+    *("__slotnames__", "__signature__", "__pydantic_", "__private_attributes__", "_abc_", "_backward_cls"),
+)
+"""Beginnings of the names of members that do not count, or that are made of others, with addresses of this process."""
 
 
 def _unwrapped(member: Any) -> Any:
@@ -199,6 +198,13 @@ def _content(cell: types.CellType) -> Any:
         return []
 
 
+def _without_numbers(state: Any) -> Any:
+    """Returns the state of an object, without the numbers that torch gives to all hooks of a process."""
+    hooks = {key: each for key, each in state.items() if "_hooks" in str(key)} if type(state) is dict else {}
+    numbered = {key: each for key, each in hooks.items() if isinstance(each, dict) and {*map(type, each)} == {int}}
+    return {**state, **{key: [*each.values()] for key, each in numbered.items()}} if numbered else state
+
+
 # -- data --------------------------------------------------------------------------------------
 
 
@@ -220,14 +226,15 @@ def _frame(value: Any) -> Any:
     import pandas
 
     if type(value) is pandas.DataFrame:
-        return "frame", value.columns, value.index, [value.iloc[:, number] for number in range(value.shape[1])]
+        return "frame", value.columns, value.index, value.attrs, [value.iloc[:, at] for at in range(value.shape[1])]
     if type(value) is not pandas.Series and not isinstance(value, pandas.Index):
         # A subclass may hold more.
         return None
     kind = value.dtype
     rows = value.tolist() if kind.kind == "O" else pandas.util.hash_pandas_object(value, index=False).to_numpy()
-    names = [*value.names] if isinstance(value, pandas.Index) else [value.name, value.index]
-    return "rows", str(kind), getattr(kind, "categories", None), getattr(kind, "ordered", None), names, rows
+    is_index = isinstance(value, pandas.Index)
+    facts = [*value.names, *getattr(value, "dtypes", ())] if is_index else [value.name, value.index, value.attrs]
+    return "rows", str(kind), getattr(kind, "categories", None), getattr(kind, "ordered", None), facts, rows
 
 
 def _tensor(value: Any) -> Any:

@@ -24,7 +24,7 @@ from rankzero.submit.code_modules import (
     travels,
     wrapper_of,
 )
-from rankzero.submit.code_source import globals_of_classes, source_of_code
+from rankzero.submit.code_source import IMPORTERS, globals_of_classes, source_of_code
 from rankzero.values import tensors
 
 _OF_THE_DRIVER = ("DataFrame", "SparkSession", "SparkContext", "RDD")
@@ -112,6 +112,8 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         source = source_of_code(function.__code__, function.__globals__.get("__package__"))
         self.needs.add(source)
         used = [function.__globals__.get(name) for name in _extract_code_globals(function.__code__)]
+        # Under whatever name it was imported.
+        self.needs.computes |= any(isinstance(each, types.FunctionType) and each.__name__ in IMPORTERS for each in used)
         for name in {*source.imports, *(value.__name__ for value in used if isinstance(value, types.ModuleType))}:
             if travels(name):
                 self._note_loaded(name)
@@ -136,6 +138,5 @@ def reduce_wrapper(obj: Any) -> tuple[Any, ...] | None:
     if isinstance(obj, _CACHED) and not is_sent_by_name(obj):
         # To the function that it wraps, with an empty cache.
         chosen = obj.cache_parameters()
-        kept = {"__wrapped__": obj.__wrapped__, "cache_parameters": obj.cache_parameters}
-        return _CACHED, (obj.__wrapped__, chosen["maxsize"], chosen["typed"], functools._CacheInfo), kept
+        return _CACHED, (obj.__wrapped__, chosen["maxsize"], chosen["typed"], functools._CacheInfo), dict(vars(obj))
     return None

@@ -84,16 +84,12 @@ def _directory(location: str, where: str) -> Any:
         # Like Spark and pyarrow, without names that begin with _ or a dot.
         every = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
         below = {info.path: info.path[len(path.rstrip("/")) + 1 :] for info in every if info.type == fs.FileType.File}
-        names = sorted(name for name, short in below.items() if not _is_hidden(short))
+        names = sorted(name for name, short in below.items() if not re.search(r"(^|/)[._][^/=]*(/|$)", short))
     if not names:
         raise InvalidJobError(f"{where} has no files: {location}")
     kind = dataset.ParquetFileFormat(**PARQUET_OPTIONS)
     # Directories above the table are not its partition columns.
     return dataset.dataset(names, format=kind, filesystem=filesystem, partitioning="hive", partition_base_dir=path)
-
-
-def _is_hidden(path: str) -> bool:
-    return any(part.startswith((".", "_")) and "=" not in part for part in path.split("/"))
 
 
 def _delta(location: str, version: int | None) -> tuple[Any, str]:
@@ -153,10 +149,7 @@ def _manifest(data: Any, location: str, digest: str | None, where: str) -> Manif
         check_missing(file, inside, schema, where)
     content = digest or " ".join([*(facts for _, _, facts in described), str(schema)])
     return Manifest(
-        schema=encode_schema(schema),
-        files=files,
-        size=size,
-        digest=hashlib.sha256(content.encode()).hexdigest(),
+        schema=encode_schema(schema), files=files, size=size, digest=hashlib.sha256(content.encode()).hexdigest()
     )
 
 

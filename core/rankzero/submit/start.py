@@ -22,14 +22,7 @@ from rankzero import job as jobs
 from rankzero import store
 from rankzero.data.manifest import FILE, to_bytes
 from rankzero.engines.base import Engine
-from rankzero.errors import (
-    EngineError,
-    InvalidJobError,
-    RankZeroError,
-    RunCancelledError,
-    RunNotFoundError,
-    located,
-)
+from rankzero.errors import EngineError, InvalidJobError, RankZeroError, RunCancelledError, RunNotFoundError, located
 from rankzero.host.processes import describe_process, this_process
 from rankzero.job import Job
 from rankzero.kinds import NumProcesses

@@ -4,7 +4,7 @@ It belongs to the process that holds the agents (`rankzero.task.zygotes`), and r
 
     -> {"environ": {...}, ...}         one line with the configuration of an agent
     <- {"pid": 4711}
-    <- {"status": 0}                   the agent and all its descendants have ended
+    <- {"status": 0}                   the agent's last act; any other status is sent by the zygote, after its end
     end of file, or the owner's exit: the agent gets its grace, and the zygote ends
 
 Zygote and agent are both subreapers. The zygote ends what a killed agent leaves; the agent watches the zygote, and ends

@@ -52,7 +52,7 @@ class Checkpoint:
             into: A state dict of the model that trains now, with the same names. Its tensors and DTensors are filled,
                 on whatever device they are, and are the ones in the state that is returned. A rank reads its own part
                 only, unless the world has another size or the tensors are sharded otherwise. Top-level keys that
-                ``into`` lacks are left out if they hold tensors.
+                ``into`` lacks are left out if they hold DTensors.
 
         Raises:
             ResultError: the file is damaged or cannot be reached, the checkpoint is a directory or was written by

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from typing import TypeVar
 
 from rankzero import bounds
@@ -27,7 +28,7 @@ def progress(iterable: Iterable[T], desc: str = "", total: int | None = None) ->
     Example:
         >>> import rankzero.train as rt
         >>> list(rt.progress(range(3), "epoch 1"))
-        epoch 1: 3/3 (100%), ... it/s, 0:00 elapsed
+        epoch 1: 3/3 (100%), ... it/s, 0:00:00 elapsed
         [0, 1, 2]
     """
     if total is None:
@@ -53,11 +54,5 @@ def _line(desc: str, count: int, total: int | None, passed: float) -> str:
     name = f"{desc}: " if desc else ""
     share = f"/{total} ({count / total:.0%})" if total else ""
     is_running = total is not None and rate and count < total
-    left = f"{_clock((total - count) / rate)} left" if is_running else f"{_clock(passed)} elapsed"  # type: ignore[operator]
-    return f"{name}{count}{share}, {speed}, {left}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    seconds = (total - count) / rate if is_running else passed  # type: ignore[operator]
+    return f"{name}{count}{share}, {speed}, {timedelta(seconds=round(seconds))} {'left' if is_running else 'elapsed'}"

@@ -14,6 +14,7 @@ from typing import IO, Any
 from rankzero import bounds
 from rankzero.channel import messages
 from rankzero.errors import ResultError
+from rankzero.host.processes import unnamed_file
 from rankzero.train.checkpoint import Checkpoint
 from rankzero.train.parts import NotTakenError, Parts
 from rankzero.values import formats
@@ -137,7 +138,7 @@ class CheckpointWriter:
             facts["format"] = formats.DIRECTORY
             source = self._parts.archive(directory)
         else:
-            source = open(os.memfd_create("rankzero-checkpoint"), "w+b")
+            source = unnamed_file()
             is_sharded = sharding.has_sharded(value)
             stored, own = (sharding.split(value), formats.PICKLE) if is_sharded else (value, formats.choose(value))
             facts["format"] = formats.SHARDS if is_sharded else own
@@ -229,17 +230,9 @@ class CheckpointWriter:
 
         Rank 0's may be committed before another rank's report of the same number, which then has it.
         """
-        found = Checkpoint(
-            manifest["id"],
-            manifest["metrics"],
-            manifest["world_size"],
-            manifest["sharded"],
-            self._rank,
-            self._world_size,
-            manifest,
-            self._parts,
-            functools.partial(self._send, messages.Damaged(manifest["id"])),
-        )
+        facts = manifest["id"], manifest["metrics"], manifest["world_size"], manifest["sharded"]
+        note_damage = functools.partial(self._send, messages.Damaged(manifest["id"]))
+        found = Checkpoint(*facts, self._rank, self._world_size, manifest, self._parts, note_damage)
         if manifest["attempt"] != self._attempt:
             self._last = found
             self.had_result = manifest.get("has_result", False)

@@ -69,8 +69,9 @@ def dump(value: object, file_format: str, file: IO[bytes] | digests.HashedFile) 
             # torch's own error about a file that it could not finish hides that of the file.
             raise error.__context__ or error from None
     else:
-        for part in pickled.pickled(value):
-            file.write(part)
+        parts = pickled.pickled(value)
+        while parts:
+            file.write(parts.pop(0))
     file.flush()
     with pickled.loading(f"a value of type {pickled.type_name(value)} was written, but cannot be read back"):
         _read(file.fileno(), file_format)
@@ -80,14 +81,18 @@ def write_directory(directory: str, file: IO[bytes]) -> None:
     """Writes the files and folders of a directory to an open file, as an uncompressed tar archive."""
     import tarfile
 
-    def chosen(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        # Sockets and the like.
-        return entry if entry.isfile() or entry.isdir() else None
-
     # Links are followed: their targets may not exist where the checkpoint is opened.
     with tarfile.open(fileobj=file, mode="w|", dereference=True, bufsize=1 << 20) as archive:
-        archive.add(directory, arcname=".", filter=chosen)
+        archive.gettarinfo = functools.partial(_entry, archive.gettarinfo)  # type: ignore[method-assign]
+        archive.add(directory, arcname=".")
     file.flush()
+
+
+def _entry(read: Any, name: str, *more: Any) -> Any:
+    """Returns the tar entry of a file or folder; None leaves out sockets, dead links and links to a folder around."""
+    around = os.path.join(os.path.realpath(os.path.dirname(name)), "")
+    is_loop = os.path.islink(name) and around.startswith(os.path.join(os.path.realpath(name), ""))
+    return None if is_loop or not (os.path.isfile(name) or os.path.isdir(name)) else read(name, *more)
 
 
 def unpack(archive: tarfile.TarFile, target: str | os.PathLike[str]) -> None:

@@ -16,8 +16,6 @@ from typing import Any
 from rankzero.errors import ResultError
 from rankzero.values import tensors
 
-Path = tuple[Any, ...]
-
 
 @dataclass(frozen=True)
 class Shard:
@@ -58,13 +56,11 @@ class Shard:
 
 def has_sharded(state: Any) -> bool:
     """Returns True if plain dicts, lists and tuples contain a DTensor at any depth."""
-    found: list[bool] = []
     try:
-        _walk(state, lambda _, value: found.append(tensors.is_sharded(value)))
+        return any(map(tensors.is_sharded, _tensors(state).values()))
     except RecursionError:
         # The state contains itself.
         return False
-    return any(found)
 
 
 def split(state: Any) -> Any:
@@ -82,7 +78,7 @@ def load(
         others: The other ranks that wrote the state.
         read: Returns the part of a rank.
         target: A state with the same tensors; None for whole ones on the CPU. Top-level keys that it lacks are left out
-            if they hold tensors.
+            if they hold shards.
         is_same_world: Whether the part of this rank is enough if it has all pieces.
 
     Raises:
@@ -92,15 +88,17 @@ def load(
     import torch
 
     own = copy.copy(read(rank))
-    for key in [key for key, value in own.items() if target is not None and key not in target and _tensors(value)]:
-        del own[key]
+    if isinstance(own, dict) and target is not None:
+        for key in {path[0] for path, one in _tensors(own).items() if isinstance(one, Shard)}.difference(target):
+            del own[key]
     saved = _tensors(own)
+    shards = {path: one for path, one in saved.items() if isinstance(one, Shard)}
     if target is None:
-        given = {path: torch.empty(one.shape, dtype=one.data.dtype) for path, one in saved.items() if _is_shard(one)}
+        given = {path: torch.empty(one.shape, dtype=one.data.dtype, device="cpu") for path, one in shards.items()}
     else:
         given = _tensors(target)
         there, here = ({path: [*one.shape] for path, one in each.items()} for each in (saved, given))
-        for path in [*given, *saved]:
+        for path in [*given, *shards]:
             if there.get(path) != here.get(path):
                 raise ResultError(
                     f"{_name(path)} has the shape {there.get(path)} in the checkpoint, and {here.get(path)} in the "
@@ -114,9 +112,9 @@ def load(
         if writer != rank and is_same_world and not any(missing.values()):
             break
         for path, one in _tensors(own if writer == rank else read(writer)).items():
-            if path not in pieces or (writer != rank and not _is_shard(one)):
+            if path not in pieces or (writer != rank and not isinstance(one, Shard)):
                 continue
-            piece = one if _is_shard(one) else Shard.of(one)
+            piece = one if isinstance(one, Shard) else Shard.of(one)
             first, data = known.setdefault((path, piece.offsets, piece.data.shape), (writer, piece.data))
             if first == writer:
                 missing[path] -= pieces[path].fill(piece)
@@ -131,15 +129,11 @@ def load(
     return _walk(own, lambda path, value: given.get(path, value))
 
 
-def _is_shard(value: Any) -> bool:
-    return isinstance(value, Shard)
-
-
-def _name(path: Path) -> str:
+def _name(path: tuple[Any, ...]) -> str:
     return repr(".".join(map(str, path)))
 
 
-def _walk(value: Any, visit: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+def _walk(value: Any, visit: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
     """Returns a copy of ``value``, made of plain dicts, lists and tuples, with each leaf replaced by ``visit``."""
     if type(value) in (dict, OrderedDict):
         return type(value)((key, _walk(item, visit, (*path, key))) for key, item in value.items())
@@ -148,12 +142,12 @@ def _walk(value: Any, visit: Callable[[Path, Any], Any], path: Path = ()) -> Any
     return visit(path, value)
 
 
-def _tensors(state: Any) -> dict[Path, Any]:
+def _tensors(state: Any) -> dict[tuple[Any, ...], Any]:
     """Returns the dense tensors, DTensors and shards of a nested state by their paths."""
-    found: dict[Path, Any] = {}
+    found: dict[tuple[Any, ...], Any] = {}
 
-    def note(path: Path, value: Any) -> None:
-        if _is_shard(value) or tensors.is_sharded(value) or tensors.is_dense(value):
+    def note(path: tuple[Any, ...], value: Any) -> None:
+        if isinstance(value, Shard) or tensors.is_sharded(value) or tensors.is_dense(value):
             found[path] = value
 
     _walk(state, note)

@@ -22,6 +22,9 @@ def values() -> None:
           torch.full((2,), 2.0 * size))  # fmt: skip
     large = (1 << 40) + 3
     check("scaled integers", hvd.allreduce(torch.tensor([large]), op=hvd.Max, prescale_factor=3.0), [3 * large])
+    check("average of integers", hvd.allreduce(torch.tensor([-(1 << 60) - 1])), [-(1 << 60) - 1])
+    pair = hvd.grouped_allreduce([torch.tensor(1.0), torch.ones(3)], op=hvd.Sum)
+    check("a scalar before others", torch.cat([pair[0][None], pair[1]]), torch.full((4,), float(size)))
     # The average is cut off once, behind its factor.
     one = torch.full((300,), 1 if rank == 0 else 0)
     check("scaled average of integers", hvd.allreduce(one, postscale_factor=size), torch.ones(300, dtype=torch.int64))
@@ -135,8 +138,18 @@ def shared() -> None:
     large = torch.ones(1 << 24)
     first = hvd.allreduce_async_(large, name="taken")
     if hvd.size() > 1:
-        with pytest.raises(ValueError, match="'allreduce.again' has a tensor that is still being reduced"):
-            hvd.allreduce_async_(large, name="again")
+        for call in (
+            lambda: hvd.allreduce_async_(large[1000:2000], name="again"),
+            lambda: hvd.allgather_async(large, name="again"),
+            lambda: hvd.broadcast_async_(large.view(2, -1)[1], 0, name="again"),
+        ):
+            with pytest.raises(ValueError, match=".again' shares memory with one that has not ended"):
+                call()
+    # Other bytes of one storage, and weights that are tied.
+    halves = torch.ones(2, 300)
+    first_half = hvd.allreduce_async_(halves[0], name="half")
+    hvd.broadcast_parameters({"tied": halves[1], "weight": halves[1]})
+    hvd.synchronize(first_half)
     while True:
         try:
             second = hvd.allreduce_async_(torch.ones(300), name="taken")

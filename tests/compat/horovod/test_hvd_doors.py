@@ -57,7 +57,7 @@ def test_every_door_on_spark(session: Any, capsys: pytest.CaptureFixture[str]) -
     assert horovod_run(lambda: os.environ["RANK"]) == ["0", "1", "2", "3"], "as many as there are slots"
     session.stop()
     for call in (lambda: HorovodRunner(np=2).run(print), lambda: horovod_run(print)):
-        with pytest.raises(EngineError, match=r"no active SparkSession: .* for processes on this machine"):
+        with pytest.raises(EngineError, match=r"no active SparkSession: .* for processes here"):
             call()
 
 

@@ -43,6 +43,8 @@ def calls() -> None:
         (NotImplementedError, "op is 'Adasum'", lambda: hvd.allreduce(one, op=hvd.Adasum)),
         (TypeError, "complex tensors", lambda: hvd.allreduce(many.to(torch.complex64))),
         (TypeError, "their parts", lambda: hvd.broadcast_(torch._neg_view(many), 0)),
+        (TypeError, "Average of torch.bool", lambda: hvd.allreduce(many > 0)),
+        (TypeError, "Sum of torch.int16", lambda: hvd.reducescatter(many.to(torch.int16), op=hvd.Sum)),
         (ValueError, "add up to 2 rows", lambda: hvd.alltoall(torch.ones(2), splits=[1, 2])),
         (ValueError, "not a scalar", lambda: hvd.allgather(torch.tensor(1.0))),
         (ValueError, "use hvd.Average or hvd.Sum", lambda: hvd.reducescatter(many, op=hvd.Max)),

@@ -175,6 +175,17 @@ def refused() -> None:
             parameter.grad = None
         with pytest.raises(AssertionError, match="'weight.*' was changed on its way"):
             optimizer.step()
+    # A rollback between the pass and the step.
+    parameter, optimizer = made()
+    for large in (1 << 22, 1):
+        (parameter * (rank + 1) * large).sum().backward()
+        if large > 1:
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+    assert parameter.grad.tolist() == [1.5] * 3
+    with pytest.raises(AssertionError, match="create_graph"):
+        (parameter**3).sum().backward(create_graph=True)
     parameter, optimizer = made()
     with pytest.raises(TypeError, match=r"step\(closure\)"):
         optimizer.step(lambda: parameter.sum().backward())

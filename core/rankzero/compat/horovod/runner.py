@@ -45,9 +45,7 @@ class HorovodRunner:
         if isinstance(np, bool) or not isinstance(np, int) or np == 0:
             raise InvalidJobError(f"np is {np!r}; give 2 for two ranks on Spark, -2 for two processes on this machine")
         if driver_log_verbosity not in ("all", "log_callback_only"):
-            raise InvalidJobError(
-                f"driver_log_verbosity is {driver_log_verbosity!r}; choose 'all', 'log_callback_only'"
-            )
+            raise InvalidJobError(f"driver_log_verbosity is {driver_log_verbosity!r}; choose all or log_callback_only")
         self.num_processor, self.driver_log_verbosity = np, driver_log_verbosity
         self._launcher = launcher or Launcher()
 
@@ -137,10 +135,7 @@ def run(
 def _on_spark(num_proc: int | None) -> Launcher:
     """Returns a launcher of ``num_proc`` ranks on the active SparkSession: by default of as many as it has slots."""
     if (session := active_session()) is None:
-        raise EngineError(
-            "there is no active SparkSession: create one with SparkSession.builder, or for processes on this machine "
-            "give HorovodRunner np=-2, and run num_proc=2"
-        )
+        raise EngineError("there is no active SparkSession: create one; for processes here give np=-2, or num_proc=2")
     if num_proc is None:
         num_proc = int(session.sparkContext.defaultParallelism)
     return Launcher(num_processes=num_proc, engine=engine_of_session(session))

@@ -295,7 +295,7 @@ class SparkEngineSession(EngineSession):
             return False
 
     def close(self) -> None:
-        """Stops the SparkContext if the engine started it, and unlocks the GPUs."""
+        """Stops the SparkContext if the engine started it, and releases the run's claims of GPUs."""
         self._claims.release()
         if not self._owned:
             return

@@ -16,7 +16,9 @@ from rankzero.compat.horovod.torch.collectives import (
     grouped_reducescatter, grouped_reducescatter_async, join, poll, reducescatter, reducescatter_async,
     sparse_allreduce_async, synchronize,
 )  # fmt: skip
-from rankzero.compat.horovod.torch.operations import HorovodInternalError, MismatchError, StallError
+from rankzero.compat.horovod.torch.operations import (
+    HorovodInternalError, HostsUpdatedInterrupt, MismatchError, StallError,
+)  # fmt: skip
 from rankzero.compat.horovod.torch.optimizer import (
     DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters,
 )  # fmt: skip
@@ -28,7 +30,7 @@ from rankzero.compat.horovod.torch.world import (
 
 __all__ = [
     "Adasum", "Average", "Compression", "Compressor", "DistributedOptimizer", "FP16Compressor",
-    "HorovodInternalError", "Max", "Min", "MismatchError", "ProcessSet", "Product",
+    "HorovodInternalError", "HostsUpdatedInterrupt", "Max", "Min", "MismatchError", "ProcessSet", "Product",
     "StallError", "Sum", "SyncBatchNorm", "add_process_set", "allgather", "allgather_async", "allgather_object",
     "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier",
     "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object",

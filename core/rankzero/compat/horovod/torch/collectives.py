@@ -17,6 +17,8 @@ from rankzero.compat.horovod.torch.world import global_process_set as WORLD
 
 _OPS = Average, Sum, Min, Max, Product = AVERAGE, SUM, MIN, MAX, PRODUCT
 Adasum = "Adasum"
+_WITH_AVERAGE = {torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+                 torch.float64}  # fmt: skip
 Tensors = Sequence[torch.Tensor]
 Splits = torch.Tensor | Sequence[int] | None
 
@@ -86,6 +88,9 @@ def issue(
             raise ValueError(f"{kind} takes tensors with a first dimension, not a scalar")
         if tensor.is_complex() or tensor.is_neg():
             raise TypeError("complex tensors and their parts are not sent: send torch.view_as_real(tensor)")
+        known = _WITH_AVERAGE if options[0] == AVERAGE else {*_WITH_AVERAGE, torch.bool}
+        if kind in ("allreduce", "reducescatter") and tensor.dtype not in known:
+            raise TypeError(f"{options[0]} of {tensor.dtype} is not supported: give tensor.float() or tensor.int()")
         # Numbers of rows may differ between ranks.
         shape = tuple(tensor.shape)[1 if kind in ("allgather", "alltoall") else 0 :]
         metas.append(Meta(kind, str(tensor.dtype), shape, *options, tensor.device.type))
@@ -100,7 +105,11 @@ def _of_one(grouped: Callable[..., Any], text: str) -> Callable[..., Any]:
 
     def function(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found = grouped([tensor], *args, **kwargs)
-        return _single(found) if isinstance(found, Request) else found[0]
+        if not isinstance(found, Request):
+            return found[0]
+        whole = found.finish
+        found.finish = lambda request: (whole(request) if whole else request.tensors)[0]
+        return found
 
     function.__doc__ = f"{text} Arguments as for `{grouped.__name__}`."
     return function
@@ -114,13 +123,6 @@ def _waited(begin: Callable[..., Request], text: str) -> Callable[..., Any]:
 
     function.__doc__ = f"{text} Its arguments are those of the asynchronous function."
     return function
-
-
-def _single(request: Request) -> Request:
-    """Returns a handle whose result is the first tensor of the operation."""
-    whole = request.finish
-    request.finish = lambda request: (whole(request) if whole else request.tensors)[0]
-    return request
 
 
 class _Operation(torch.autograd.Function):
@@ -192,10 +194,7 @@ def grouped_allreduce(
     ``Max`` or ``Product``; ``average`` is its old name. ``compression`` is a member of `Compression`. The factors apply
     before and after the reduction. ``process_set`` has the ranks that take part.
 
-    Raises:
-        MismatchError: type, shape or ``op`` differ between ranks; the error names them.
-        StallError: another rank does not issue the operation.
-        HorovodInternalError: another rank died.
+    Raises HorovodInternalError: as a MismatchError, a StallError, or if another rank has died.
     """
     options = checked_op(op, average), prescale_factor, postscale_factor, process_set
 
@@ -226,10 +225,8 @@ def grouped_reducescatter_async(
     tensors: Tensors, name: str | None = None, op: str = AVERAGE, process_set: ProcessSet = WORLD, **scales: float
 ) -> Request:
     """Starts a `grouped_reducescatter`; `synchronize` returns its results."""
-    copies, options = (
-        [tensor.detach().clone() for tensor in tensors],
-        _scaled(checked_op(op, known=(AVERAGE, SUM)), **scales),
-    )
+    copies = [tensor.detach().clone() for tensor in tensors]
+    options = _scaled(checked_op(op, known=(AVERAGE, SUM)), **scales)
 
     def finish(_: Request) -> list[torch.Tensor]:
         """Returns rows of an allreduce, which is faster with gloo."""

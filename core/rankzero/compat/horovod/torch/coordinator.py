@@ -17,6 +17,7 @@ import queue
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -72,8 +73,8 @@ class Coordinator:
         self._calls: dict[str, int] = {}
         self._mine: dict[str, Request] = {}
         """The operations of this rank that have not ended."""
-        self._memory: set[int] = set()
-        """Addresses of the tensors that are reduced in place."""
+        self._memory: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+        """The places of the tensors of operations that have not ended, by storage."""
         self._table: dict[str, dict[int, tuple[Sequence[Meta], float | None]]] = {}
         """The operations that are not ready, with what each rank has announced; the same on all ranks."""
         self._ended: set[int] = set()
@@ -102,10 +103,12 @@ class Coordinator:
                 raise HorovodInternalError("a process that a rank has forked takes no part in its operations")
             if request.name in self._mine:
                 raise ValueError(f"{request.name!r} was issued again before it has ended: wait, or use another name")
-            if not self._memory.isdisjoint(request.memory):
-                raise ValueError(f"{request.name!r} has a tensor that is still being reduced: wait for that first")
+            for storage, (first, last, use) in request.memory:
+                if any(first < end and start < last and use != other for start, end, other in self._memory[storage]):
+                    raise ValueError(f"{request.name!r} shares memory with one that has not ended: wait for that first")
             self._mine[request.name] = request
-            self._memory |= request.memory
+            for storage, place in request.memory:
+                self._memory[storage].append(place)
             self._queue.put(request)
         return request
 
@@ -245,8 +248,11 @@ class Coordinator:
         """Gives a request its end; its name can be used again. A request whose events cannot be recorded stays."""
         with self._lock:
             request.end(error)
-            self._mine.pop(request.name, None)
-            self._memory -= request.memory
+            if self._mine.pop(request.name, None) is not None:
+                for storage, place in request.memory:
+                    self._memory[storage].remove(place)
+            if not self._mine:
+                self._memory.clear()
 
     def _refusal(self, name: str, of: dict[int, Any]) -> Exception | None:
         """Returns the error of an operation that differs between ranks, or that some lack; None if it is executed."""

@@ -26,14 +26,10 @@ _numbers = itertools.count(1)
 
 
 class ElasticSampler(Sampler[int]):
-    """Yields this rank's share of the indices that the ranks have not processed in this epoch.
+    """Yields this rank's share, ``indices``, of the ``remaining_indices``, which no rank has processed in this epoch.
 
-    ``dataset`` has a length. With ``shuffle`` each epoch has a new order, by ``seed``.
-
-    Attributes:
-        processed_num: Number of indices that all ranks have processed in this epoch, if they go at the same pace.
-        remaining_indices: Remaining indices of all ranks, in the order of the epoch.
-        indices: This rank's indices, as many as every other rank's (``num_samples``): some are taken twice.
+    ``dataset`` has a length. With ``shuffle`` each epoch has a new order, by ``seed``. Every rank has ``num_samples``
+    indices, so that some are taken twice. ``processed_num`` counts those of all ranks, if they go at the same pace.
     """
 
     def __init__(self, dataset: Any, shuffle: bool = True, seed: int = 0) -> None:
@@ -142,10 +138,8 @@ class ObjectState:
             adapt()
 
     def _states(self) -> dict[str, Any]:
-        values = {name: getattr(self, name) for name in self._parts}
-        return {
-            name: value.state_dict() if hasattr(value, "load_state_dict") else value for name, value in values.items()
-        }
+        values = ((name, getattr(self, name)) for name in self._parts)
+        return {name: value.state_dict() if hasattr(value, "load_state_dict") else value for name, value in values}
 
     def _load(self, states: Mapping[str, Any]) -> None:
         for name, state in states.items():

@@ -29,24 +29,19 @@ FUSION_LIMIT = 64 << 20
 
 
 class HorovodInternalError(RuntimeError):
-    """A collective failed: a rank has died, or ranks do not agree.
-
-    Its messages, their causes and what to do: docs/errors.md#horovodinternalerror
-    """
+    """A collective failed: a rank has died, or ranks do not agree; docs/errors.md#horovodinternalerror explains it."""
 
 
 class MismatchError(HorovodInternalError, ValueError):
-    """Ranks issued the same name for different things; names them.
-
-    Its messages, their causes and what to do: docs/errors.md#mismatcherror
-    """
+    """Ranks issued the same name for different things; names them. docs/errors.md#mismatcherror explains it."""
 
 
 class StallError(HorovodInternalError, TimeoutError):
-    """Ranks wait for something that another one does not issue; names it, and the ranks.
+    """Ranks wait for something that another one does not issue; names it. docs/errors.md#stallerror explains it."""
 
-    Its messages, their causes and what to do: docs/errors.md#stallerror
-    """
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """An error of Horovod that is never raised: scripts catch it, and here the world changes between attempts only."""
 
 
 class Meta(NamedTuple):
@@ -78,7 +73,7 @@ class Request:
 
     The coordinator's thread writes results into the tensors, or replaces them, and calls `end`. ``rows`` has the number
     of rows that came from each rank, for each gathered tensor. ``splits`` are the rows for each rank in an alltoall.
-    ``finish`` makes the caller's result, once. ``memory`` has the addresses of tensors that are reduced in place.
+    ``finish`` makes the caller's result, once. ``memory`` has the `_place` of each tensor that is not empty.
     """
 
     def __init__(
@@ -87,7 +82,7 @@ class Request:
         self.name, self.metas, self.splits = name, tuple(metas), list(splits)
         self.finish: Callable[[Request], Any] | None = finish
         self.tensors, self.since = list(tensors), time.monotonic()
-        self.memory = {tensor.data_ptr() for tensor in tensors if metas[0].kind == "allreduce" and tensor.numel()}
+        self.memory = [_place(name, *pair) for pair in zip(metas, tensors, strict=False) if pair[1].numel()]
         self.rows: list[list[int]] = []
         self.has_ended = False
         self._events = _record(self.tensors)
@@ -106,7 +101,7 @@ class Request:
     def number(self) -> float | None:
         """Returns the number to reduce, such as a loss, which travels in the message with its name; else None."""
         meta = self.metas[0]
-        is_one = math.prod(meta.shape) == 1 and meta.dtype in ("torch.float32", "torch.float64")
+        is_one = len(self.metas) == math.prod(meta.shape) == 1 and meta.dtype in ("torch.float32", "torch.float64")
         return self.tensors[0].item() if is_one and meta.kind == "allreduce" and meta.device == "cpu" else None
 
     def await_tensors(self) -> None:
@@ -134,6 +129,15 @@ class Request:
             return self._result
 
     __call__ = wait
+
+
+def _place(name: str, meta: Meta, tensor: torch.Tensor) -> tuple[int, tuple[int, int, str]]:
+    """Returns the storage, and first byte, end and use; equal uses of the same bytes may go on at the same time."""
+    # Several operations may read a tensor, or receive it from one rank, such as tied weights.
+    use = {"allreduce": name, "broadcast": f"broadcast {meta.root}"}.get(meta.kind, "read")
+    span = 1 + sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return tensor.untyped_storage().data_ptr(), (start, start + span * tensor.element_size(), use)
 
 
 def _record(tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -179,10 +183,7 @@ class Connections:
                 dist.destroy_process_group(accelerated)
 
     def execute(self, requests: Sequence[Request], end: Callable[[Request], None]) -> None:
-        """Executes operations that all ranks have issued, in one order, and calls ``end`` for each.
-
-        All of them begin before the first one is awaited.
-        """
+        """Executes operations that all ranks have issued, in one order; ``end`` is called when all have been done."""
         tensors = [tensor for request in requests for tensor in request.tensors]
         with self._stream(next((tensor.device for tensor in tensors if tensor.is_cuda), None)):
             for request in requests:
@@ -299,8 +300,10 @@ def _scale(flat: torch.Tensor, factor: float, divisor: int) -> None:
             flat.div_(divisor)
         if factor != 1.0:
             flat.mul_(factor)
-    elif factor != 1.0 or divisor > 1:
+    elif factor != 1.0:
         flat.copy_(flat.double() * factor / divisor)
+    elif divisor > 1:
+        flat.div_(divisor, rounding_mode="trunc")
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:

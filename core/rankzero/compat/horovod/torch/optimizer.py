@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from rankzero.compat.horovod.torch.collectives import (
     Compression, allreduce_async_, broadcast_async_, broadcast_object, checked_op, sparse_allreduce_async, synchronize,
 )  # fmt: skip
-from rankzero.compat.horovod.torch.operations import AVERAGE, Request
+from rankzero.compat.horovod.torch.operations import AVERAGE, HorovodInternalError, Request
 from rankzero.compat.horovod.torch.world import ProcessSet
 from rankzero.compat.horovod.torch.world import global_process_set as WORLD
 
@@ -126,9 +126,7 @@ class _Reducer:
                 self._hooked.add(parameter)
 
     def set_passes(self, passes: int) -> None:
-        """Sets the number of backward passes whose gradients are summed before a reduction. Raises ValueError."""
-        if not isinstance(passes, int) or passes < 1:
-            raise ValueError(f"backward_passes_per_step is {passes!r}; it must be a positive integer")
+        """Sets the number of backward passes whose gradients are summed before a reduction."""
         self._passes, self._left = passes, dict.fromkeys(self.names, passes)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -204,7 +202,10 @@ class _Reducer:
         self._is_synchronized = True
 
     def reset(self, *_: Any) -> None:
-        """Forgets gradients on their way. A hook of `load_state_dict`, by which a training recovers from a failure."""
+        """Waits for gradients on their way and forgets them, whatever became of them. A hook of `load_state_dict`."""
+        for sent in self._sent.values():
+            with contextlib.suppress(HorovodInternalError):
+                sent[2].wait()
         self._sent.clear()
         self.set_passes(self._passes)
 
@@ -225,6 +226,8 @@ class _Reducer:
         if gradient is None:
             # Another rank may have a gradient of this parameter.
             parameter.grad = gradient = torch.zeros_like(parameter)
+        if gradient.requires_grad:
+            raise AssertionError(f"the gradient of {self.names[parameter]!r} has create_graph: use torch.autograd.grad")
         if gradient.is_sparse and not self._sparse_as_dense:
             request = sparse_allreduce_async(gradient, name, op, group)
         else:
