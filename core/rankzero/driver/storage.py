@@ -321,7 +321,7 @@ class Storage:
         if result is None:
             self.facts.finished.add(rank)
             return
-        if True not in self._kinds:
+        if self._kinds == {False}:
             # Other ranks may have reported more whole checkpoints.
             self.lose(NEVER)
         path, is_uploaded = self._take("rank-0-value")
