@@ -168,6 +168,7 @@ def test_a_tracker_that_is_late_gets_the_events_of_its_own_submission(
     later = Recorder(second, Mask())
     later.update(state="starting")
     trackers.start()
+    trackers.ended.set()
     trackers.close()
     assert kinds(noted(notes)) == ["starting", "failure", "failed"]
     assert noted(notes)[-1]["end"] == "failed"

@@ -117,10 +117,11 @@ class Driver:
                 # Not awaited yet: a store may hang. But before all else, since the caller's process may exit soon.
                 last.submit(functools.partial(remove_computed, self._job))
         finally:
-            closing = in_thread(self._trackers.close, "rankzero-trackers")
+            self._trackers.ended.set()
             # After the final status, so callers do not wait while a SparkContext stops, which takes a second.
             await self.places.close()
-            await reply_of(closing)
+            if self._trackers.feeds:
+                await reply_of(in_thread(self._trackers.close, "rankzero-trackers"))
             if not self.recorder.superseded:
                 reported = last.submit(functools.partial(write_report, self._own))
                 try:
@@ -255,19 +256,18 @@ class Trackers:
 
     def __init__(self, own: Submission, packed: Mapping[str, Any] | None) -> None:
         """Prepares the threads, and starts none. `rankzero.submit.pack.pack_trackers` has packed the trackers."""
-        self._ended = threading.Event()
-        self._feeds = [_Feed(own, pickled, self._ended) for pickled in (packed or {}).get("pickles", ())]
+        self.ended = threading.Event()
+        self.feeds = [_Feed(own, pickled, self.ended) for pickled in (packed or {}).get("pickles", ())]
 
     def start(self) -> None:
         """Starts the threads that call the trackers."""
-        for feed in self._feeds:
+        for feed in self.feeds:
             feed.start()
 
     def close(self) -> None:
-        """Calls each tracker for the last time, and waits for that, at most `TRACKERS_TIMEOUT` seconds."""
-        self._ended.set()
+        """Waits until each tracker was called for the last time, at most `TRACKERS_TIMEOUT` seconds."""
         deadline = time.monotonic() + bounds.TRACKERS_TIMEOUT()
-        for feed in self._feeds:
+        for feed in self.feeds:
             feed.join(max(0.0, deadline - time.monotonic()))
             if feed.is_alive():
                 logger.warning("%s has not taken the end of the run within %g s", feed.what, bounds.TRACKERS_TIMEOUT())
