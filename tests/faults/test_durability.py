@@ -167,7 +167,7 @@ def test_the_last_follower_is_not_waited_for(single: Launcher, tmp_path: Path) -
     handle.renew_lease()
     assert handle.renewal_interval == 2.5
     until(lambda: handle.own.status().final, WAIT, "the end of the run")
-    with pytest.raises(RunCancelledError, match=r"its last follower was absent for 10.0 s"):
+    with pytest.raises(RunCancelledError, match=r"no process followed the run for 10.0 s"):
         handle.result()
 
 
