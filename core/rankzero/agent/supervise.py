@@ -67,7 +67,7 @@ class Agent:
         self._inputs: Inputs | None = None
         self._reader = ActionThread("rankzero-inputs")
         self._tasks: set[asyncio.Task[None]] = set()
-        self._transfers: dict[str, asyncio.Task[None]] = {}
+        self._fetches: dict[str, asyncio.Task[None]] = {}
         # How the ranks end: asked to exit; before all had committed; since the task process has exited; as agreed.
         self._is_ending = self._is_early = self._is_orphaned = self._is_agreed = False
         self._complete = asyncio.Event()
@@ -224,14 +224,16 @@ class Agent:
 
     async def _transfer(self, rank: Rank, request: messages.Transfer) -> None:
         """Sends a file of a rank to the driver, or fetches one, once for all ranks that request it."""
-        name, path, sends = request.name, request.path or os.path.join(self._scratch, request.name), bool(request.path)
-        if name not in self._transfers:
-            transfer = self._driver.put if sends else self._driver.fetch
-            self._transfers[name] = asyncio.create_task(transfer(name, path))
+        name, path = request.name, request.path or os.path.join(self._scratch, request.name)
         try:
-            await self._transfers[name]
+            if request.path:
+                await self._driver.put(name, path)
+            else:
+                if name not in self._fetches:
+                    self._fetches[name] = asyncio.create_task(self._driver.fetch(name, path))
+                await self._fetches[name]
         except OSError as error:
-            self._transfers.pop(name, None)
+            self._fetches.pop(name, None)
             rank.tell(messages.Transferred(name, error=str(error)))
         else:
             rank.tell(messages.Transferred(name, path))
