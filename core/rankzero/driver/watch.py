@@ -166,7 +166,7 @@ class Watch:
                 self.wake()
                 return
             is_slow = self._own.is_remote and not self.is_cancelled
-            if self._hurry.wait(self._recorder.status.interval if is_slow else READ_INTERVAL):
+            if self._hurry.wait(self._recorder.status.interval if is_slow else READ_INTERVAL) and not self._ended:
                 time.sleep(READ_INTERVAL / 4)
 
     def _check_lease(self, now: float, orphan_timeout: float) -> None:
