@@ -14,7 +14,7 @@ import torch
 from tests.conftest import until
 
 import rankzero.train as rt
-from rankzero import CheckpointConfig, InvalidJobError, Launcher, ResultError, Table, WorkerFailedError, store
+from rankzero import InvalidJobError, Launcher, ResultError, Table, WorkerFailedError, store
 from rankzero.data.columns import Ragged
 from rankzero.train import rows
 
@@ -76,22 +76,19 @@ def _restarted(rows_from: int) -> tuple[Table, str | None]:
     return table, checkpoint.id if checkpoint else None
 
 
-@pytest.mark.parametrize(("rows_from", "begins"), [(3, "0000-000002"), (2, "0000-000001"), (0, None)])
-def test_a_restart_begins_before_the_rows_of_its_attempt_and_writes_them_again(
-    launcher: Launcher, caplog: pytest.LogCaptureFixture, rows_from: int, begins: str | None
+def test_a_restart_writes_the_rows_behind_the_last_checkpoint_again(launcher: Launcher) -> None:
+    table, began = launcher.options(max_restarts=1).run(_restarted, 3)
+    assert began == "0000-000002"
+    assert sorted(table.to_pandas()["step"]) == [3, 3]
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_a_restart_behind_rows_is_an_error_that_names_the_table(
+    launcher: Launcher, request: pytest.FixtureRequest, is_remote: bool
 ) -> None:
-    keeping = launcher.options(max_restarts=1, run_id="again", checkpoints=CheckpointConfig(num_to_keep=None))
-    table, began = keeping.run(_restarted, rows_from)
-    assert began == begins
-    steps = [step for step in range(rows_from, 4) for _ in (0, 1)]
-    assert sorted(table.to_pandas()["step"]) == steps
-
-
-def test_rows_on_an_object_store_are_written_again_by_a_restart(bucket: str) -> None:
-    launcher = Launcher(2, store=f"{bucket}/runs", max_restarts=1, checkpoints=CheckpointConfig(num_to_keep=1))
-    table, began = launcher.run(_restarted, 2)
-    assert (began, sorted(table.to_pandas()["step"])) == ("0000-000001", [2, 2, 3, 3])
-    assert "/tables/0001/" in table.uri
+    store = f"{request.getfixturevalue('bucket')}/runs" if is_remote else launcher.store
+    with pytest.raises(ResultError, match="checkpoint 0000-000002 cannot be resumed from: rows of the table 'rows'"):
+        launcher.options(store=store, max_restarts=1).run(_restarted, 2)
 
 
 def _reported_by_rank_0() -> tuple[Table, str | None]:

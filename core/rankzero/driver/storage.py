@@ -125,8 +125,8 @@ class Storage:
     def begin(self, is_called_off: Callable[[], bool] = lambda: False) -> tuple[Manifest | None, str]:
         """Removes what earlier attempts left; returns the checkpoint to start from, and the text of the driver's claim.
 
-        The checkpoint is the newest one that has all its files, and that no rows precede. In the thread. A run that
-        is called off need not wait for a store that is out.
+        The checkpoint is the newest one that has all its files. In the thread. A run that is called off need not wait
+        for a store that is out. Raises ResultError if the ranks would lack rows that precede the checkpoint.
         """
 
         def read() -> tuple[Manifest | None, str]:
@@ -138,15 +138,16 @@ class Storage:
             found = [one for one in found if one.place == own or one.attempt < first]
             # Damaged checkpoints are not pruned: `rankzero gc` removes them with their run.
             self._kept = kept = checkpoints.up_to_whole(found)
-            usable = checkpoints.without_rows(kept)
-            if kept and usable[-1:] != kept[-1:]:
-                what = "rows that ended with their attempt precede it. Write rows behind the training"
-                logger.warning("nothing resumes from checkpoint %s: %s", kept[-1].id, what)
-            self._resumed = usable[-1] if usable else None
+            self._resumed = kept[-1] if kept else None
+            if self._resumed and (table := checkpoints.table_before(self._resumed)):
+                raise ResultError(
+                    f"checkpoint {self._resumed.id} cannot be resumed from: rows of the table {table!r} precede it, and "
+                    "ended with their attempt. Write rows behind the training, or train again in a new run directory"
+                )
             return self._resumed, self._own.token()
 
         def gives_up(error: Exception) -> bool:
-            return isinstance(error, NotOwnerError) or is_called_off()
+            return isinstance(error, (NotOwnerError, ResultError)) or is_called_off()
 
         found = store.patiently(read, STORE_OUTAGE(), bounds.STORE_RETRY_INTERVAL(), gives_up)
         # The previous attempt may have died before it pruned.
@@ -298,8 +299,6 @@ class Storage:
         # Ranks may still be reading the one before the newest, until they are notified of the newest.
         own = [manifest.id for manifest in self._kept if manifest.attempt == self._attempt]
         in_use = [self._resumed.id if self._resumed else None, *own[-2:]] if self._has_ranks else []
-        # The next attempt starts from it.
-        in_use += [manifest.id for manifest in checkpoints.without_rows(self._kept)[-1:]]
         for manifest in checkpoints.to_remove(self._kept, self._config, in_use):
             self._check_owner()
             checkpoints.remove(manifest)

@@ -31,7 +31,7 @@ FOLDER = "checkpoints"
 DAMAGED = "damaged"
 
 _NAME = re.compile(r"([0-9]{4}|[1-9][0-9]{4,})-([0-9]{6}|[1-9][0-9]{6,})")  # Of a checkpoint's folder
-_BEGUN = re.compile(r"([0-9]+)/_begun-[^/]+-[0-9]+-([0-9]+)")  # Path of a `begun_file` in the folder of tables
+_BEGUN = re.compile(r"_begun-(.+)-[0-9]+-([0-9]+)")  # Name of a `begun_file`
 _FILE = re.compile(rf"rank-[0-9]+\.[a-z.]+|{DAMAGED}")  # In a folder that is not committed
 
 
@@ -144,18 +144,12 @@ def begun_file(table: str, rank: int, index: int) -> str:
     return f"_begun-{table}-{rank:05d}-{index:06d}"
 
 
-def without_rows(manifests: list[Manifest]) -> list[Manifest]:
-    """Returns the checkpoints that no rows of their attempt precede.
-
-    Rows end with their attempt, so an attempt that started from another checkpoint would lack some.
-    """
-    found: dict[int, int] = {}
-    for place in {manifest.place for manifest in manifests}:
-        for path in store.list_files(store.join(place, TABLES)):
-            if begun := _BEGUN.fullmatch(path):
-                attempt, index = int(begun[1]), int(begun[2])
-                found[attempt] = min(index, found.get(attempt, index))
-    return [one for one in manifests if one.attempt not in found or one.index < found[one.attempt]]
+def table_before(manifest: Manifest) -> str | None:
+    """Returns the name of a table whose rows precede a checkpoint, and ended with its attempt; None without one."""
+    for name in store.list_names(store.join(manifest.place, TABLES, f"{manifest.attempt:04d}")):
+        if (begun := _BEGUN.fullmatch(name)) and int(begun[2]) <= manifest.index:
+            return begun[1]
+    return None
 
 
 def mark_damaged(folder: str) -> None:

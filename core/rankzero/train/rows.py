@@ -30,8 +30,8 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
     """Writes rows of this rank, of any number, into a table to which all ranks write.
 
     Every rank may call it, also several times; it does not wait for other ranks. The table is complete when the run has
-    succeeded: return its handle, so that it is the run's result. The rows of an attempt that fails are in no table, and
-    the next attempt starts from the last checkpoint before them: write rows behind the training.
+    succeeded: return its handle, so that it is the run's result. The rows of an attempt that fails are in no table. If it
+    reported a checkpoint behind them, the run ends with a `ResultError`: write rows behind the training.
 
     Args:
         batches: An iterable of batches, or one batch: a dict of columns (tensors, arrays, lists, `Ragged`), a
@@ -169,7 +169,7 @@ class _TableWriter:
             file.flush()
 
     def _note_begun(self) -> None:
-        """Writes the file by which no attempt starts from a checkpoint that this rank reports from now on."""
+        """Writes the file by which no attempt resumes from a checkpoint that this rank reports from now on."""
         writer = self._session.writer
         if not self._has_begun and self._parts is not None and writer is not None:
             name = begun_file(self._name, self._session.context.rank, writer.count)
