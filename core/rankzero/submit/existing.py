@@ -15,7 +15,7 @@ from rankzero.bounds import CANCEL_TIMEOUT
 from rankzero.errors import EngineError, InvalidJobError, RunNotFoundError
 from rankzero.host.processes import is_gone
 from rankzero.job import Job
-from rankzero.run.checkpoints import list_committed, list_folders, without_rows
+from rankzero.run.checkpoints import list_committed, list_folders
 from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.handle import RunHandle
 from rankzero.run.identity import Comparison, Decision, Identity, compare, decide, describe
@@ -231,8 +231,8 @@ def behind(run: RunDirectory, found: Existing | None, job: Job) -> Job:
         if found.comparison.differing:
             return replace(job, beginning=f"from scratch: other than before: {describe(found.comparison.differing)}")
         return replace(job, beginning="from scratch: its result was delivered")
-    usable = without_rows(committed := list_committed(places))
-    place = f"checkpoint {usable[-1].id}" if usable else "its beginning, since no checkpoint counts"
+    committed = list_committed(places)
+    place = f"checkpoint {committed[-1].id}" if committed else "its beginning, since no checkpoint counts"
     return replace(
         job,
         beginning=f"resumed from {place}; to start over, change code_version{changes(found)}",
