@@ -169,7 +169,7 @@ def test_tensors_come_back_by_file_and_go_on_by_reference(launcher: Launcher) ->
 
     single = launcher.options(num_processes=1)
     ref = single.submit(make).result_ref(WAIT)
-    assert (ref.format, ref.summary["tensors"], ref.summary["parameters"]) == ("torch", 2, 100_003)
+    assert ref.format == "torch"
     assert single.run(use, ref, nested=[{"model": ref}], scale=2.0) == 6.0  # type: ignore[arg-type]
 
 

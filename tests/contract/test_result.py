@@ -17,7 +17,7 @@ from tests.contract.kinds_of_values import same
 
 from rankzero import ResultError, ResultRef
 from rankzero.values import formats
-from rankzero.values.digest import digest_of
+from rankzero.values.formats import digest_of
 from rankzero.values.ref import map_refs
 
 
@@ -125,9 +125,9 @@ def test_a_set_twice_is_one(tmp_path: Path) -> None:
     assert first == other == names
 
 
-def test_a_module_is_pickled_and_counted(tmp_path: Path) -> None:
+def test_a_module_is_pickled_and_described(tmp_path: Path) -> None:
     ref = stored(torch.nn.Linear(3, 2), tmp_path)
-    assert ref.summary == {"type": "torch.nn.modules.linear.Linear", "tensors": 2, "parameters": 8}
+    assert ref.summary == {"type": "torch.nn.modules.linear.Linear"}
     assert isinstance(ref.load(), torch.nn.Linear)
 
 
@@ -239,7 +239,3 @@ def test_references_are_replaced_deep_inside_and_containers_are_copied_once_each
     assert mapped["b"][2] is mapped["a"][0], "a reference that is given twice is opened once"
     assert mapped["loop"][1][0] is mapped["loop"] is mapped["loop"][1][1]["back"]
     assert twice == [ref]
-    endless: list[Any] = []
-    endless.append(endless)
-    for value in (kept, endless):
-        assert map_refs(value, lambda r: r.uri) is value

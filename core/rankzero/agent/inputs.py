@@ -17,7 +17,7 @@ from rankzero import store
 from rankzero.channel.messages import Assign, Start
 from rankzero.data import manifest
 from rankzero.errors import EngineError
-from rankzero.values.digest import digest_of_file
+from rankzero.values.formats import digest_of_file
 
 PAYLOAD, MODULES, CODE = "payload.pkl", "modules.zip", "code.zip"
 

@@ -26,7 +26,7 @@ from rankzero.errors import LOST, EngineError, RankZeroError, RunCancelledError,
 from rankzero.job import Job
 from rankzero.run.directory import Submission
 from rankzero.threads import ActionThread, done_within, in_thread, reply_of
-from rankzero.values.digest import digest_of
+from rankzero.values.formats import digest_of
 
 logger = logging.getLogger(__name__)
 

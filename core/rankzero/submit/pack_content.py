@@ -22,7 +22,7 @@ import cloudpickle
 from rankzero.submit.code_modules import is_sent_by_name, is_sent_by_value, is_user_module, spec_of
 from rankzero.submit.code_source import digest_of_code, globals_of_classes
 from rankzero.submit.pack_pickler import reduce_wrapper
-from rankzero.values.digest import digest_of
+from rankzero.values.formats import digest_of
 from rankzero.values.ref import ResultRef
 
 

@@ -35,7 +35,7 @@ from rankzero.submit.code_files import UserCode
 from rankzero.submit.existing import Existing
 from rankzero.submit.training import params_of
 from rankzero.threads import in_thread
-from rankzero.values.digest import digest_of
+from rankzero.values.formats import digest_of
 from rankzero.values.pickled import Part
 
 logger = logging.getLogger(__name__)

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING
 
 from rankzero import lazy_names
 from rankzero.train.checkpoint import Checkpoint
-from rankzero.train.context import TrainContext, get_checkpoint, get_context, report, set_result
+from rankzero.train.context import TrainContext, get_checkpoint, get_context, progress, report, set_result
 from rankzero.train.dataset import DatasetShard, get_dataset_shard
 from rankzero.train.model import (
-    full_optimizer_state_dict,
     full_state_dict,
-    load_full_optimizer_state_dict,
     load_full_state_dict,
     prepare_model,
     unwrap_model,
@@ -29,7 +27,6 @@ from rankzero.train.process_group import (
     on_rank_zero,
     rank_zero_first,
 )
-from rankzero.train.progress import progress
 from rankzero.train.rows import write_rows
 
 if TYPE_CHECKING:
@@ -44,12 +41,10 @@ __all__ = [
     "barrier",
     "broadcast_object",
     "ensure_process_group",
-    "full_optimizer_state_dict",
     "full_state_dict",
     "get_checkpoint",
     "get_context",
     "get_dataset_shard",
-    "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "on_rank_zero",
     "prepare_data_loader",

@@ -111,28 +111,26 @@ class PreparedDataLoader(Epochs):
 
 
 def prepare_data_loader(
-    loader: DataLoader[Any], *, shard: bool = True, move: bool = True, pad: bool = True, seed: int | None = None
+    loader: DataLoader[Any], *, shard: bool = True, move: bool = True, seed: int | None = None
 ) -> PreparedDataLoader:
     """Gives each rank its share of a loader's data, on its device.
 
     Every argument of the loader is kept. Each iteration is a new epoch with a new order; ``set_epoch`` of the sampler,
-    the batch sampler and the data set is called automatically.
+    the batch sampler and the data set is called automatically. Every rank gets the same number of items, so that no
+    rank blocks in a collective: a few come twice.
 
     * A sequential or shuffling loader gets a `torch.utils.data.distributed.DistributedSampler`.
-    * Another sampler, or batch sampler, is drawn on rank 0, once for each epoch, with seeded random numbers of torch,
-      and every rank gets its part. One with the attributes ``num_replicas`` and ``rank`` is kept.
+    * A sampler with the attributes ``num_replicas`` and ``rank`` is kept.
     * An iterable data set must yield its items in the same order on every rank; each rank gets every n-th item.
 
     Args:
         loader: The loader of the whole data; its ``batch_size`` is that of one rank.
         shard: False if the data is this rank's share already: the loader's own samplers are kept.
         move: Whether batches are moved to the rank's device.
-        pad: Whether every rank gets the same number of items, so that no rank blocks in a collective. A few items then
-            come twice. False: every item comes exactly once; see ``DistributedDataParallel.join``.
         seed: Seed of the order. None: the seed of the loader's ``generator``, that of rank 0 for all ranks; else 0.
 
     Raises:
-        TypeError: not a DataLoader, a sampler without a length, or Horovod's ``ElasticSampler``.
+        TypeError: not a DataLoader, another sampler or batch sampler, or Horovod's ``ElasticSampler``.
 
     Example:
         >>> import torch
@@ -155,15 +153,13 @@ def prepare_data_loader(
     # A copy with another sampler keeps attributes that a constructor may not accept, such as those of a subclass.
     mine = copy.copy(loader)
     _replace(mine, _iterator=None)
-    if shard:
+    if shard and isinstance(loader.dataset, IterableDataset):
+        _replace(mine, dataset=_ShareOf(loader.dataset, context.rank, context.world_size))
+    elif shard:
         if seed is None and loader.generator is not None:
             # The sum with the number of an epoch must remain a seed.
             seed = broadcast_object(loader.generator.initial_seed() % 2**63)
-        share = context.rank, context.world_size, pad, seed or 0
-        if isinstance(loader.dataset, IterableDataset):
-            _replace(mine, dataset=_ShareOf(loader.dataset, *share))
-        else:
-            _replace(mine, **_samplers_of(loader, *share))
+        _replace(mine, **_samplers_of(loader, context.rank, context.world_size, seed or 0))
     device = context.device if move else None
     return PreparedDataLoader(mine, None if device is None or device.type == "cpu" else device, shard)
 
@@ -174,43 +170,37 @@ def _replace(loader: DataLoader[Any], **attributes: Any) -> None:
         object.__setattr__(loader, name, value)
 
 
-def _samplers_of(loader: DataLoader[Any], rank: int, world_size: int, pad: bool, seed: int) -> dict[str, Any]:
+def _samplers_of(loader: DataLoader[Any], rank: int, world_size: int, seed: int) -> dict[str, Any]:
     """Returns the sampler and batch sampler of this rank, for a data set with indices."""
     batches: Any = loader.batch_sampler
     is_own = batches is not None and loader.batch_size is None
-    sampler: Any = getattr(batches, "sampler", None) if is_own else loader.sampler
+    sampler: Any = getattr(batches, "sampler", batches) if is_own else loader.sampler
     if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
         # It yields one rank's share, as torch's DistributedSampler does.
         return {}
-    if is_own:
-        return {"batch_sampler": _ShareOf(batches, rank, world_size, pad, seed)}
     # torchdata has a class of its own of this name.
     shuffles = type(sampler).__name__ == "RandomSampler" and not sampler.replacement
-    is_plain = (shuffles or type(sampler) is SequentialSampler) and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
-    if is_plain and pad:
-        sampler = DistributedSampler(loader.dataset, world_size, rank, shuffle=shuffles, seed=seed)
-    else:
-        sampler = _ShareOf(sampler, rank, world_size, pad, seed)
+    is_whole = shuffles or type(sampler) is SequentialSampler
+    if is_own or not is_whole or len(sampler) != len(loader.dataset):  # type: ignore[arg-type]
+        raise TypeError(
+            f"the order of a {type(batches if is_own else sampler).__name__} cannot be shared out: give it each rank's "
+            "part (torch's DistributedSampler does), or shard=False if ranks may draw the same items"
+        )
+    sampler = DistributedSampler(loader.dataset, world_size, rank, shuffle=shuffles, seed=seed)
     plain = None if batches is None else BatchSampler(sampler, loader.batch_size or 1, loader.drop_last)
     return {"sampler": sampler, "batch_sampler": plain}
 
 
 class _ShareOf(IterableDataset[Any]):
-    """Every n-th item of an iterable data set, or of what a sampler or batch sampler yields on rank 0.
+    """Every n-th item of an iterable data set.
 
     Other attributes are those of the source: a ``worker_init_fn`` may set the bounds of its part.
     """
 
-    def __init__(self, source: Any, rank: int, world_size: int, pad: bool, seed: int) -> None:
+    def __init__(self, source: Any, rank: int, world_size: int) -> None:
         self._source = source
         self._rank = rank
         self._world_size = world_size
-        self._pad = pad
-        self._seed = seed
-        self._epoch = 0
-        if not isinstance(source, IterableDataset):
-            # Raises TypeError for an order without end.
-            len(source)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -220,35 +210,13 @@ class _ShareOf(IterableDataset[Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self if name.startswith("_") else self._source, name, value)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch, which has an order of its own."""
-        self._epoch = epoch
-        if callable(set_epoch := getattr(self._source, "set_epoch", None)):
-            set_epoch(epoch)
-
     def __len__(self) -> int:
-        total = len(self._source)
-        return -(-total // self._world_size) if self._pad else len(range(self._rank, total, self._world_size))
+        return -(-len(self._source) // self._world_size)
 
     def __iter__(self) -> Iterator[Any]:
-        # Not drawn before the first item, since a loader with processes makes two iterators and reads one.
-        is_data = isinstance(self._source, IterableDataset)
-        items = iter(self._source if is_data else broadcast_object(self._drawn() if self._rank == 0 else []))
+        items = iter(self._source)
         first: list[Any] = []
         while found := list(islice(items, self._world_size)):
             first = first or found
-            if self._pad:
-                found += islice(cycle(first), self._world_size - len(found))
-            yield from found[self._rank : self._rank + 1]
-
-    def _drawn(self) -> list[Any]:
-        """Returns the order of this epoch, which is the same when training resumes inside the epoch."""
-        seed = self._seed + self._epoch
-        part: Any
-        for part in (self._source, getattr(self._source, "sampler", None)):
-            if isinstance(getattr(part, "generator", None), torch.Generator):
-                part.generator = torch.Generator().manual_seed(seed)
-        with torch.random.fork_rng(devices=[]):
-            # Unlike torch.manual_seed it leaves the random numbers of GPUs unchanged, such as those of dropout.
-            torch.default_generator.manual_seed(seed)
-            return list(self._source)
+            found += islice(cycle(first), self._world_size - len(found))
+            yield found[self._rank]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from rankzero.train.context import get_context
@@ -132,9 +132,17 @@ def full_state_dict(model: nn.Module) -> State:
     Returns:
         Name to tensor, which later steps do not change; empty on other ranks.
     """
+    import torch
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    return _on_rank_zero(get_model_state_dict(model, options=_options()))
+    state = get_model_state_dict(model, options=_options())
+    if get_context().rank != 0:
+        return {}
+    # torch returns the live tensors of a CPU; copies of those that it has gathered would take as much memory again.
+    own = [value.to_local() if is_sharded(value) else value for value in model.state_dict().values()]
+    live = {value.data_ptr() for value in own if isinstance(value, torch.Tensor)}
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return copy.deepcopy(state, {id(value): value for value in tensors if value.data_ptr() not in live})
 
 
 def load_full_state_dict(model: nn.Module, state: State) -> None:
@@ -150,86 +158,17 @@ def load_full_state_dict(model: nn.Module, state: State) -> None:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
     ensure_process_group()
-    own = _shapes(get_model_state_dict(model))
-    _compare("weights", own, broadcast_object(_shapes(state)))
+    _compare(_shapes(get_model_state_dict(model)), broadcast_object(_shapes(state)))
     # torch renames the keys of the dict that it is given.
     set_model_state_dict(model, dict(state) if get_context().rank == 0 else {}, options=_options(loading=True))
 
 
-def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """Returns a copy of an optimizer's whole state on rank 0's CPU, by the names of the plain module's parameters.
-
-    Every rank must call it.
-
-    Args:
-        model: The model whose parameters the optimizer trains.
-        optimizer: Made after `prepare_model`.
-
-    Returns:
-        ``{"state": ..., "param_groups": ...}``, which later steps do not change; empty on other ranks.
-    """
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    has_state = bool(optimizer.state)
-    state = _on_rank_zero(get_optimizer_state_dict(model, optimizer, options=_options()))
-    if not has_state:
-        # torch has made one by a step at a learning rate of 0, which would count as the first step.
-        optimizer.state.clear()
-        if state:
-            state["state"] = {}
-    return state
-
-
-def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
-    """Sets the state of an optimizer from what `full_optimizer_state_dict` returned. Every rank must call it.
-
-    Args:
-        model: The model whose parameters the optimizer trains.
-        optimizer: Made after `prepare_model`, with the same groups of parameters as before. Its previous state and its
-            gradients are discarded.
-        state: The optimizer's state. Only rank 0's is used: the other ranks may pass the same dict or an empty one.
-
-    Raises:
-        RuntimeError: the state is of other parameters, groups or shapes. Every rank raises it.
-    """
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-
-    ensure_process_group()
-    optimizer.state.clear()
-    # torch makes the tensors to load into by a step, which it skips if there are gradients.
-    optimizer.zero_grad(set_to_none=True)
-    own: Any = get_optimizer_state_dict(model, optimizer)
-    mine, saved = ({name: _shapes(part) for name, part in each.get("state", {}).items()} for each in (own, state))
-    groups, saved = broadcast_object((state.get("param_groups", []), saved))
-    # A parameter that never had a gradient has none.
-    both = mine.keys() & saved.keys()
-    _compare("moments", _layout(own["param_groups"], mine, both), _layout(groups, saved, both))
-    if saved:
-        given = state if get_context().rank == 0 else {}
-        set_optimizer_state_dict(model, optimizer, given, options=_options(loading=True))
-    group_of = {name: group for group in groups for name in group["params"]}
-    for group, named in zip(optimizer.param_groups, own["param_groups"], strict=True):
-        if not saved:
-            # torch refuses a state without tensors, such as that of plain SGD.
-            group.update({**group_of[named["params"][0]], "params": group["params"]})
-        for parameter, name in zip(group["params"], named["params"], strict=False):
-            if name not in saved:
-                # It never had a gradient, and torch has given it the state of a first step.
-                optimizer.state.pop(parameter, None)
-
-
-def _layout(groups: list[dict[str, Any]], shapes: Mapping[str, Any], both: Set[str]) -> dict[str, Any]:
-    """Returns what the states of an optimizer that are compared must have alike, by parameter."""
-    names = [name for group in groups for name in group["params"]]
-    return {"param_groups": [len(groups)]} | {name: shapes[name] if name in both else {} for name in names}
-
-
-def _compare(what: str, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raises RuntimeError for a state with other names or shapes than the model's, on every rank.
+def _compare(own: dict[str, list[int]], given: dict[str, list[int]]) -> None:
+    """Raises RuntimeError for weights with other names or shapes than the model's, on every rank.
 
     torch broadcasts a tensor of another shape into a sharded parameter, and only some ranks notice other names.
     """
-    differ = [f"the {what} lack {name!r}" for name in own if name not in given]
+    differ = [f"the weights lack {name!r}" for name in own if name not in given]
     differ += [f"the model has no {name!r}" for name in given if name not in own]
     differ += [
         f"{name!r} has the shape {given[name]}, and {shape} here"
@@ -237,22 +176,14 @@ def _compare(what: str, own: Mapping[str, Any], given: Mapping[str, Any]) -> Non
         if given.get(name, shape) != shape
     ]
     if differ:
-        raise RuntimeError(f"the {what} do not fit the model by {len(differ)} tensors: {'; '.join(differ[:3])}")
+        raise RuntimeError(f"the weights do not fit the model by {len(differ)} tensors: {'; '.join(differ[:3])}")
 
 
 def _options(*, loading: bool = False) -> Any:
     """Returns torch's options for whole states, which are on rank 0: on its CPU if they are not for loading."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-    # A parameter that was never used has no state.
-    return StateDictOptions(
-        full_state_dict=True, cpu_offload=not loading, broadcast_from_rank0=loading, strict=not loading
-    )
-
-
-def _on_rank_zero(state: Any) -> State:
-    """Returns a copy of a state on rank 0, since torch returns the live tensors of the CPU; elsewhere an empty one."""
-    return copy.deepcopy(state) if get_context().rank == 0 else {}
+    return StateDictOptions(full_state_dict=True, cpu_offload=not loading, broadcast_from_rank0=loading)
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, list[int]]:

@@ -19,7 +19,6 @@ from rankzero.train.checkpoint import Checkpoint
 from rankzero.train.parts import NotTakenError, Parts
 from rankzero.values import formats
 from rankzero.values import sharded as sharding
-from rankzero.values.digest import digest_of_file
 
 
 class CheckpointWriter:
@@ -197,7 +196,7 @@ class CheckpointWriter:
 
     def _write(self, facts: dict[str, Any], source: IO[bytes]) -> None:
         try:
-            facts["sha256"] = digest_of_file(source.fileno())
+            facts["sha256"] = formats.digest_of_file(source.fileno())
             facts["size"] = os.fstat(source.fileno()).st_size
             facts |= self._parts.write(facts["id"], facts["file"], source)
             if not facts["shared"]:

@@ -5,7 +5,8 @@
   ``torch.load(file, weights_only=True, mmap=True)``. It runs no code, and tensors are mapped from the file;
 * ``pickle`` for everything else, by cloudpickle, with large buffers beside the pickle.
 
-A written file is loaded once: a value that cannot be read back fails while it still exists.
+A written file is loaded once: a value that cannot be read back fails while it still exists. A digest is ``sha256:`` and
+what ``sha256sum`` prints of a file.
 
 This module runs inside workers: standard library, torch and cloudpickle only.
 """
@@ -14,12 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
-import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import IO, TYPE_CHECKING, Any
 
-from rankzero.values import digest as digests
+from rankzero.errors import ResultError
 from rankzero.values import pickled, tensors
 from rankzero.values.plain import is_json
 
@@ -31,6 +34,30 @@ DIRECTORY = "tar"
 """Format of a directory tree, for checkpoints."""
 SHARDS = "shards"
 """Format of one rank's part of a sharded state, for checkpoints: see `rankzero.values.sharded`."""
+
+
+def digest_of(parts: Iterable[bytes | bytearray | memoryview]) -> str:
+    """Returns the digest of a file that consists of the concatenated parts."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return f"sha256:{found.hexdigest()}"
+
+
+def digest_of_file(path: str | int) -> str:
+    """Returns the digest of a file, by its path or descriptor. Raises OSError if it does not exist."""
+    with open(path if isinstance(path, str) else f"/dev/fd/{path}", "rb", buffering=0) as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+
+
+def verify(file: int, expected: str, location: str) -> None:
+    """Raises ResultError if an open file has another digest than the expected one. The location is named in errors."""
+    if (found := digest_of_file(file)) != expected:
+        raise ResultError(
+            f"{location} has the digest {found[:26]}..., but {expected[:26]}... was recorded: the file was changed or "
+            "damaged after it was committed",
+            is_damage=True,
+        )
 
 
 def choose(value: object) -> str:
@@ -46,13 +73,16 @@ def choose(value: object) -> str:
 
 def write(value: object, file_format: str, path: str) -> tuple[int, str]:
     """Writes a value to a local file, and returns the file's size in bytes and its digest. Raises like `dump`."""
-    with open(path, "w+b") as file, digests.HashedFile(file) as hashed:
-        dump(value, file_format, hashed)
-        digest = hashed.digest(functools.partial(os.fsync, file.fileno()))
+    with open(path, "w+b") as file, ThreadPoolExecutor(1, "rankzero-sync") as pool:
+        dump(value, file_format, file)
+        # The disk and a processor work at the same time.
+        synced = pool.submit(os.fsync, file.fileno())
+        digest = digest_of_file(file.fileno())
+        synced.result()
         return os.fstat(file.fileno()).st_size, digest
 
 
-def dump(value: object, file_format: str, file: IO[bytes] | digests.HashedFile) -> None:
+def dump(value: object, file_format: str, file: IO[bytes]) -> None:
     """Writes a value to an open file, and reads it back.
 
     Raises:
@@ -109,7 +139,7 @@ def read_directory(path: str, digest: str, target: str) -> None:
     import tarfile
 
     with open(path, "rb") as file:
-        digests.verify(file.fileno(), digest, path)
+        verify(file.fileno(), digest, path)
         with pickled.loading(f"{path} cannot be unpacked"), tarfile.open(fileobj=file) as archive:
             unpack(archive, target)
 
@@ -130,7 +160,7 @@ def read_open(file: IO[bytes], location: str, file_format: str, digest: str | No
     with pickled.loading(f"the result {location} cannot be loaded here"):
         # By the descriptor, so that the checked file is the one that is loaded, even if its name is replaced.
         if digest is not None:
-            digests.verify(file.fileno(), digest, location)
+            verify(file.fileno(), digest, location)
         return _read(file.fileno(), file_format)
 
 
@@ -146,22 +176,3 @@ def _read(file: int, file_format: str) -> Any:
     if file_format == PICKLE:
         return pickled.open_packed(file, pickled.Loader)
     raise ValueError(f"the format {file_format!r} is not known here")
-
-
-def summarize(value: object) -> dict[str, Any]:
-    """Returns the type of a value and, for a module or a dict of tensors, the counts of both. Never fails.
-
-    Example:
-        >>> summarize([1, 2])
-        {'type': 'list'}
-    """
-    summary: dict[str, Any] = {"type": pickled.type_name(value)}
-    # Objects of the user may raise anything, and that must not fail a training that has finished.
-    with contextlib.suppress(Exception):
-        torch: Any = sys.modules["torch"]
-        state: Any = dict(value.named_parameters()) if isinstance(value, torch.nn.Module) else value
-        # Lazy parameters have no data yet.
-        is_lazy = torch.nn.parameter.is_lazy
-        if counts := [each.numel() for each in state.values() if isinstance(each, torch.Tensor) and not is_lazy(each)]:
-            summary |= {"tensors": len(counts), "parameters": sum(counts)}
-    return summary

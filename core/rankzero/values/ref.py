@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from rankzero import store
 from rankzero.errors import ResultError
-from rankzero.values import formats
+from rankzero.values import formats, pickled
 from rankzero.values.plain import storable
 
 
@@ -29,7 +29,7 @@ class ResultRef:
         format: ``"json"``, ``"torch"`` or ``"pickle"``.
         digest: ``sha256:`` and what ``sha256sum`` prints of the file.
         size: Bytes of the file.
-        summary: Facts for display: type, number of tensors and parameters, last metrics.
+        summary: Facts for display: type, last metrics.
         fingerprint: `store.fingerprint` of a local file of tensors when its checksum was computed. While the file has
             it, `load` does not read the file for its checksum, which takes as long as reading the tensors.
 
@@ -78,7 +78,7 @@ class ResultRef:
                 store.upload(path, uri)
         except (OSError, ImportError, ValueError) as error:
             raise ResultError(f"a value cannot be stored in {directory}: {error}") from error
-        return ResultRef(uri, file_format, digest, size, formats.summarize(value)).fingerprinted()
+        return ResultRef(uri, file_format, digest, size, {"type": pickled.type_name(value)}).fingerprinted()
 
     def fingerprinted(self) -> ResultRef:
         """Returns this handle with the fingerprint of its file, which has just been placed; unchanged for others."""
@@ -146,8 +146,7 @@ class ResultRef:
 def map_refs(value: Any, function: Callable[[ResultRef], Any]) -> Any:
     """Returns a copy of ``value`` with every `ResultRef` in it replaced, also inside lists, tuples and dicts.
 
-    Each container is copied once, so that shared and cyclic ones remain so. Other objects are not copied. A value
-    without a `ResultRef` is returned unchanged.
+    Each container is copied once, so that shared and cyclic ones remain so. Other objects are not copied.
 
     Args:
         value: Any value.
@@ -157,33 +156,26 @@ def map_refs(value: Any, function: Callable[[ResultRef], Any]) -> Any:
         >>> map_refs({"a": [1], "b": (ResultRef("/x", "json", "", 0),)}, lambda ref: ref.uri)
         {'a': [1], 'b': ('/x',)}
     """
-    found: list[ResultRef] = []
+    made: dict[int, Any] = {}
 
-    def replaced(ref: ResultRef) -> Any:
-        found.append(ref)
-        return function(ref)
+    def copied(item: Any) -> Any:
+        if id(item) in made:
+            return made[id(item)]
+        if isinstance(item, ResultRef):
+            made[id(item)] = function(item)
+        elif type(item) is tuple:
+            made[id(item)] = tuple(map(copied, item))
+        elif type(item) is list:
+            # Registered before it is filled, since it may contain itself.
+            made[id(item)] = filled = list[Any]()
+            filled += map(copied, item)
+        elif type(item) is dict:
+            made[id(item)] = table = dict[Any, Any]()
+            table.update((key, copied(each)) for key, each in item.items())
+        return made.get(id(item), item)
 
     try:
-        copied = _copy(value, replaced, {})
+        return copied(value)
     except RecursionError:
         # A value of so many levels cannot be pickled either.
         return value
-    return copied if found else value
-
-
-def _copy(item: Any, replaced: Callable[[ResultRef], Any], made: dict[int, Any]) -> Any:
-    """Returns the copy for `map_refs`; ``made`` has the copies of containers and references by id."""
-    if id(item) in made:
-        return made[id(item)]
-    if isinstance(item, ResultRef):
-        made[id(item)] = replaced(item)
-    elif type(item) is tuple:
-        made[id(item)] = tuple(_copy(each, replaced, made) for each in item)
-    elif type(item) is list:
-        # Registered before it is filled, since it may contain itself.
-        made[id(item)] = filled = list[Any]()
-        filled += (_copy(each, replaced, made) for each in item)
-    elif type(item) is dict:
-        made[id(item)] = table = dict[Any, Any]()
-        table.update((key, _copy(each, replaced, made)) for key, each in item.items())
-    return made.get(id(item), item)

@@ -63,8 +63,8 @@ def reduce(obj: Any) -> tuple[Any, ...] | None:
     if type(obj) is not torch.Tensor or not is_dense(obj):
         return None
     whole = compact(obj)
-    form = whole.dtype, whole.storage_offset(), tuple(whole.shape), whole.stride(), obj.requires_grad, vars(obj)
-    return make_tensor, (whole.untyped_storage(), *form)
+    facts = whole.dtype, obj.requires_grad, vars(obj)
+    return make_tensor, (whole.untyped_storage(), *facts, whole.storage_offset(), tuple(whole.shape), whole.stride())
 
 
 def memory_of(storage: torch.UntypedStorage) -> memoryview:
@@ -94,18 +94,12 @@ def make_typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Typed
 
 
 def make_tensor(
-    storage: torch.UntypedStorage,
-    dtype: torch.dtype,
-    offset: int,
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    requires_grad: bool,
-    attributes: dict[str, Any],
+    storage: torch.UntypedStorage, dtype: torch.dtype, requires_grad: bool, attributes: dict[str, Any], *form: Any
 ) -> torch.Tensor:
-    """Creates a pickled tensor in its storage."""
+    """Creates a pickled tensor in its storage, of a form: offset, shape and strides."""
     import torch
 
-    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, size, stride)
+    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, *form)
     vars(tensor).update(attributes)
     return tensor.requires_grad_(requires_grad)
 

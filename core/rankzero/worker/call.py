@@ -69,7 +69,8 @@ def call(start: Start, fetch: Callable[[str], str], has_worked: Callable[[], boo
     function = payload.get("function")
     config = getattr(function, "launch_config", None)
     # In one call, so that an object that was given twice is one object here, too.
-    args, kwargs, opened = map_refs((payload["args"], payload.get("kwargs", {}), config), open_ref)
+    given = payload["args"], payload.get("kwargs", {}), config
+    args, kwargs, opened = map_refs(given, open_ref) if start.refs else given
     if opened is not config:
         function.launch_config = opened
     try:

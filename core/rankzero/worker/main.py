@@ -234,7 +234,7 @@ def _commit(value: object, start: messages.Start, files: Parts) -> messages.Fini
     """Returns the commit message; rank 0's has the value, or the path or URL of the file with the value."""
     if start.context["rank"] != 0:
         return messages.Finished(time.time())
-    from rankzero.values import formats
+    from rankzero.values import formats, pickled
 
     file_format = formats.choose(value)
     path = os.path.join(start.result_directory, f".committing-{os.getpid()}.{file_format}")
@@ -253,7 +253,7 @@ def _commit(value: object, start: messages.Start, files: Parts) -> messages.Fini
         if isinstance(error, OSError):
             raise ResultError(f"rank 0 returned, but its value could not be written: {error}") from error
         raise
-    summary = formats.summarize(value)
+    summary: dict[str, Any] = {"type": pickled.type_name(value)}
     result = {"format": file_format, "size": size, "digest": digest, "path": path, "summary": summary}
     if file_format == formats.JSON and size <= INLINE_LIMIT:
         result["value"] = value

@@ -124,15 +124,14 @@ def test_every_argument_is_kept(as_rank: Any) -> None:
         assert getattr(loader, name) is given[name] or getattr(loader, name) == given[name], name
 
 
-@pytest.mark.parametrize("pad", [False, True])
-def test_an_iterable_data_set_is_shared_out_in_each_process(as_rank: Any, pad: bool) -> None:
+def test_an_iterable_data_set_is_shared_out_in_each_process(as_rank: Any) -> None:
     shares = []
     for rank in range(3):
         as_rank(rank, 3)
-        shares.append(rows_of(rt.prepare_data_loader(DataLoader(Range(0, ROWS), 4), pad=pad)))
+        shares.append(rows_of(rt.prepare_data_loader(DataLoader(Range(0, ROWS), 4))))
     seen = Counter(row for share in shares for row in share)
     assert set(seen) == set(range(ROWS))
-    assert [len(share) for share in shares] == ([8, 8, 8] if pad else [8, 8, 7])
+    assert [len(share) for share in shares] == [8, 8, 8]
 
 
 def test_loader_processes_share_a_stream_by_its_attributes_and_go_on_in_an_epoch(tmp_path: Path) -> None:
@@ -303,27 +302,15 @@ def test_an_order_follows_the_seed_of_the_loaders_generator(as_rank: Any) -> Non
     as_rank(0, 1)
     used = torch.Generator().manual_seed(1)
     torch.rand(3, generator=used)
-    for sampler in (None, WeightedRandomSampler([1.0] * ROWS, ROWS, generator=used)):
 
-        def order(generator: torch.Generator, sampler: Any = sampler, **seed: int) -> list[int]:
-            if sampler:
-                sampler.generator = generator
-            loader = DataLoader(Numbers(), 4, shuffle=None if sampler else True, sampler=sampler, generator=generator)
-            return rows_of(rt.prepare_data_loader(loader, **seed))
+    def order(generator: torch.Generator, **seed: int) -> list[int]:
+        return rows_of(rt.prepare_data_loader(DataLoader(Numbers(), 4, shuffle=True, generator=generator), **seed))
 
-        first, second = order(torch.Generator().manual_seed(1)), order(torch.Generator().manual_seed(2))
-        assert first != second
-        assert order(used) == order(used) == first, "after a restart, too"
-        assert order(used, seed=2) == second
-        assert used.initial_seed() == 1
-    batches = BatchSampler(RandomSampler(range(ROWS), generator=used), 4, drop_last=False)
-    orders = [rows_of(rt.prepare_data_loader(DataLoader(Numbers(), batch_sampler=batches))) for _ in range(2)]
-    assert orders[0] == orders[1]
-
-
-class Backwards(SequentialSampler):
-    def __iter__(self) -> Iterator[int]:
-        return reversed(range(len(self)))
+    first, second = order(torch.Generator().manual_seed(1)), order(torch.Generator().manual_seed(2))
+    assert first != second
+    assert order(used) == order(used) == first, "after a restart, too"
+    assert order(used, seed=2) == second
+    assert used.initial_seed() == 1
 
 
 class Even(RandomSampler):
@@ -332,64 +319,35 @@ class Even(RandomSampler):
 
 
 @pytest.mark.parametrize(
-    ("sampler", "expected"),
+    ("order", "kind"),
     [
-        (SequentialSampler(range(4)), [0, 1, 2, 3]),
-        (RandomSampler(range(4)), {0, 1, 2, 3}),
-        (Even(range(10)), {0, 2, 4, 6, 8}),
-        (Backwards(range(5)), [4, 3, 2, 1, 0]),
+        ({"sampler": SequentialSampler(range(4))}, "SequentialSampler"),
+        ({"sampler": Even(range(ROWS), replacement=True)}, "Even"),
+        ({"sampler": WeightedRandomSampler([1.0] * ROWS, ROWS)}, "WeightedRandomSampler"),
+        ({"batch_sampler": BatchSampler(SequentialSampler(range(8)), 2, drop_last=False)}, "BatchSampler"),
+        ({"batch_sampler": [[0, 1]]}, "list"),
+        ({"batch_size": None, "sampler": [5, 6]}, "list"),
     ],
 )
-def test_a_sampler_of_a_part_or_with_an_order_of_its_own_is_kept(as_rank: Any, sampler: Any, expected: Any) -> None:
-    as_rank(0, 1)
-    found = rows_of(rt.prepare_data_loader(DataLoader(range(10), 2, sampler=sampler)))  # type: ignore[arg-type]
-    assert type(expected)(found) == expected
+def test_an_order_of_its_own_is_shared_out_by_the_training_alone(as_rank: Any, order: Any, kind: str) -> None:
+    as_rank(0, 2)
+    loader = DataLoader(Numbers(), **order)
+    with pytest.raises(TypeError, match=f"the order of a {kind} cannot be shared out: .*shard=False"):
+        rt.prepare_data_loader(loader)
+    assert len(rt.prepare_data_loader(loader, shard=False)) == len(loader)
 
 
-def test_other_samplers_give_every_rank_its_part_of_rank_zeros_order(tmp_path: Path) -> None:
-    class Shuffled:
-        """A batch sampler of somebody else's, with an order that no seed gives."""
-
-        def __iter__(self) -> Iterator[list[int]]:
-            import random
-
-            return iter([[row] * 2 for row in random.SystemRandom().sample(range(7), 7)])
-
-        def __len__(self) -> int:
-            return 7
-
+def test_every_rank_follows_the_seed_of_rank_zero(tmp_path: Path) -> None:
     def train() -> Any:
         import torch
 
         import rankzero.train as rt
 
-        rank = rt.get_context().rank
-        torch.manual_seed(rank)
-        rare = WeightedRandomSampler([1.0] * ROWS, 8, replacement=False)
-        plain = BatchSampler(SequentialSampler(range(8)), 2, drop_last=False)
-        loaders = [
-            DataLoader(Numbers(), 2, sampler=rare),
-            DataLoader(Numbers(), batch_sampler=Shuffled(), num_workers=1),
-            DataLoader(Numbers(), batch_sampler=plain),
-            DataLoader(Numbers(), batch_size=None, sampler=[5, 6, 7, 8]),
-            DataLoader(Numbers(), 2, shuffle=True, generator=torch.Generator().manual_seed(rank)),
-        ]
-        shares = []
-        for loader in loaders:
-            prepared = rt.prepare_data_loader(loader)
-            share = [batch.tolist() if hasattr(batch, "tolist") else batch for batch in prepared]
-            assert len(share) == len(prepared)
-            shares.append(share)
-        return list(zip(*rt.all_gather_object(shares), strict=True))
+        generator = torch.Generator().manual_seed(rt.get_context().rank)
+        loader = rt.prepare_data_loader(DataLoader(Numbers(), 2, shuffle=True, generator=generator))
+        return rt.all_gather_object([row for batch in loader for row in batch.tolist()])
 
-    rare, batches, plain, single, seeded = Launcher(2, store=str(tmp_path)).run(train)
-    drawn = [row for share in rare for batch in share for row in batch]
-    assert len(set(drawn)) == len(drawn) == 8, "drawn once, not once for each rank"
-    assert {batch[0] for share in batches for batch in share} == set(range(7))
-    assert [len(share) for share in batches] == [4, 4]
-    assert sorted(row for share in plain for batch in share for row in batch) == list(range(8))
-    assert [list(share) for share in single] == [[5, 7], [6, 8]]
-    assert {row for share in seeded for batch in share for row in batch} == set(range(ROWS)), "by rank 0's seed"
+    assert {row for share in Launcher(2, store=str(tmp_path)).run(train) for row in share} == set(range(ROWS))
 
 
 def test_nested_batches_keep_their_types_and_packed_sequences_their_sizes() -> None:
@@ -413,30 +371,6 @@ def test_batches_arrive_on_the_gpu() -> None:
     batches = [values for [values] in loader]
     assert all(values.is_cuda for values in batches)
     assert torch.cat(batches).cpu().equal(torch.arange(10.0))
-
-
-class RandomPart(torch.utils.data.Sampler[int]):
-    """Draws by torch."""
-
-    def __len__(self) -> int:
-        return 5
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(9)[:5].tolist())
-
-
-def test_a_drawn_order_leaves_the_random_numbers_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    seeded: list[int] = []
-    for device in (torch.cuda, torch.mps, torch.xpu):
-        monkeypatch.setattr(device, "_is_in_bad_fork", lambda: False, raising=False)
-        for name in ("manual_seed", "manual_seed_all"):
-            monkeypatch.setattr(device, name, seeded.append, raising=False)
-    torch.manual_seed(1)
-    assert seeded, "the devices that torch knows"
-    seeded.clear()
-    orders = [rows_of(rt.prepare_data_loader(DataLoader(range(9), sampler=RandomPart()))) for _ in range(2)]  # type: ignore[arg-type]
-    assert orders[0] == orders[1]
-    assert seeded == []
 
 
 def test_anything_else_is_refused() -> None:

@@ -1,15 +1,12 @@
 """Models in parallel: the same weights as one process would get, gathered whole and loaded again."""
 
 import copy
-import inspect
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import rankzero.train as rt
@@ -89,17 +86,17 @@ def test_two_ranks_train_as_one_would_and_go_on_from_the_whole_state(
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         first, second = rows()[:, rank * 4 : rank * 4 + 4].split(2)
         step(model, optimizer, first, clip=0.1)
-        weights, moments = rt.full_state_dict(model), rt.full_optimizer_state_dict(model, optimizer)
-        assert bool(weights) == bool(moments) == (rank == 0)
+        weights, moments = rt.full_state_dict(model), optimizer.state_dict()
+        assert bool(weights) == (rank == 0)
 
         again = rt.prepare_model(build(7), strategy)
         optimizer = torch.optim.AdamW(again.parameters(), lr=0.9)
         # A checkpoint gives every rank the whole state; `full_state_dict` gives it to rank 0 alone.
-        weights, moments = rt.broadcast_object((weights, moments)) if on_every_rank else (weights, moments)
-        given = list(weights), {name: list(part) for name, part in moments.items()}
+        weights = rt.broadcast_object(weights) if on_every_rank else weights
+        given = list(weights)
         rt.load_full_state_dict(again, weights)
-        rt.load_full_optimizer_state_dict(again, optimizer, moments)
-        assert given == (list(weights), {name: list(part) for name, part in moments.items()}), "they stay as they were"
+        optimizer.load_state_dict(moments)
+        assert given == list(weights), "they stay as they were"
         step(again, optimizer, second, clip=0.1)
         return rt.full_state_dict(again)
 
@@ -122,11 +119,11 @@ def test_whole_states_are_copies_that_later_steps_do_not_change(launcher: Launch
         model = rt.prepare_model(module, strategy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
         step(model, optimizer, torch.ones(1, 4, 2))
-        weights, moments = rt.full_state_dict(model), rt.full_optimizer_state_dict(model, optimizer).get("state")
-        before = copy.deepcopy((weights, moments))
+        weights = rt.full_state_dict(model)
+        before = copy.deepcopy(weights)
         step(model, optimizer, torch.ones(1, 4, 2))
         if weights:
-            torch.testing.assert_close((weights, moments), before, rtol=0, atol=0)
+            torch.testing.assert_close(weights, before, rtol=0, atol=0)
         return [weights[name].data_ptr() for name in ("0.weight", "2.weight")] if weights else None
 
     tied = launcher.run(train)
@@ -152,101 +149,6 @@ def test_weights_of_other_names_and_shapes_are_refused_on_every_rank(launcher: L
     narrow, renamed = launcher.run(train)
     assert re.search(r"0\.weight.* shape .*\[1, 3\]", narrow)
     assert "the weights lack '0.weight'" in renamed
-
-
-OPTIMIZERS = [
-    kind
-    for name, kind in inspect.getmembers(torch.optim, inspect.isclass)
-    # These two refuse the step by which torch makes the tensors that it loads into.
-    if issubclass(kind, torch.optim.Optimizer) and name not in ("Optimizer", "LBFGS", "SparseAdam")
-]
-
-
-@pytest.fixture
-def own_group() -> Iterator[None]:
-    """Ends the group of one rank that loading makes in this process: later tests make groups of their own."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
-def test_a_state_of_any_optimizer_continues_where_it_was(own_group: None, kind: Any, steps: int) -> None:
-    def trained(rate: float, steps: int) -> tuple[nn.Module, Any]:
-        torch.manual_seed(0)
-        # Muon takes matrices only.
-        model = nn.Linear(4, 2, bias=False)
-        optimizer = kind(model.parameters(), lr=rate)
-        advance(model, optimizer, steps)
-        return model, optimizer
-
-    def advance(model: nn.Module, optimizer: Any, steps: int) -> dict[str, torch.Tensor]:
-        for number in range(1, steps + 1):
-            (model(torch.arange(4.0).reshape(1, 4) * number) - 1).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return model.state_dict()
-
-    plain, saved, again = trained(0.1, steps), trained(0.1, steps), trained(0.7, 0)
-    rt.load_full_optimizer_state_dict(*again, rt.full_optimizer_state_dict(*saved))
-    rt.load_full_state_dict(again[0], rt.full_state_dict(saved[0]))
-    expected = advance(*plain, 2)
-    for training in (saved, again):
-        torch.testing.assert_close(advance(*training, 2), expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("steps", [0, 1])
-def test_the_settings_of_a_group_are_those_of_its_parameters(own_group: None, steps: int) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-
-    def optimizer(order: list[int], rates: list[float]) -> torch.optim.Optimizer:
-        groups = [{"params": model[index].parameters(), "lr": rates[index]} for index in order]
-        return torch.optim.Adam(groups)
-
-    saved, other = optimizer([0, 1], [0.5, 0.25]), optimizer([1, 0], [0.1, 0.1])
-    for _ in range(steps):
-        model(torch.ones(1, 2)).sum().backward()
-        saved.step()
-    rt.load_full_optimizer_state_dict(model, other, rt.full_optimizer_state_dict(model, saved))
-    assert [group["lr"] for group in other.param_groups] == [0.25, 0.5]
-
-
-def test_a_parameter_without_a_gradient_has_no_state(own_group: None) -> None:
-    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    saved, again = (torch.optim.Adam(model.parameters()) for _ in range(2))
-    model[0](torch.ones(1, 2)).sum().backward()
-    saved.step()
-    rt.load_full_optimizer_state_dict(model, again, rt.full_optimizer_state_dict(model, saved))
-    assert set(again.state) == set(saved.state) == set(model[0].parameters())
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_the_state_of_another_optimizer_is_refused_on_every_rank(launcher: Launcher, strategy: Any) -> None:
-    def train() -> list[Any]:
-        import torch
-
-        import rankzero.train as rt
-
-        def made(width: int, parts: int = 1, groups: int = 1) -> Any:
-            layers = [torch.nn.Linear(3, width)] + [torch.nn.Linear(width, width) for _ in range(parts - 1)]
-            model = rt.prepare_model(torch.nn.Sequential(*layers), strategy)
-            parameters = list(model.parameters())
-            optimizer = torch.optim.AdamW([{"params": parameters[n::groups]} for n in range(groups)])
-            step(model, optimizer, torch.ones(1, 4, 3))
-            return model, optimizer
-
-        found = []
-        for saved in (made(2), made(4, parts=2), made(4, groups=2)):
-            with pytest.raises(RuntimeError) as caught:
-                rt.load_full_optimizer_state_dict(*made(4), rt.full_optimizer_state_dict(*saved))
-            found.append(str(caught.value))
-        return rt.all_gather_object(found)
-
-    first, second = launcher.run(train)
-    assert first == second
-    for message, expected in zip(first, ["'0.weight' has the shape", "no '1.weight'", "'param_groups'"], strict=True):
-        assert expected in message
 
 
 def test_units_are_sharded_apart_and_compute_in_their_type(launcher: Launcher) -> None:
