@@ -49,6 +49,8 @@ OPTIONS = step_options(
 TEMPLATED = ("op_args", "op_kwargs", "conn_id", "master", "spark_conf", *(n for n in OPTIONS if OPTIONS[n].late))
 """Arguments that may be templates or XComs, and ``train`` unless it is a function."""
 
+VALUE_LIMIT = 16 << 20  # Bytes of a result whose keys or items are XComs
+
 _FIXED = ("retry_user_errors", "deferrable", "log_ranks", "skip_on_exit_code")
 
 _OWN_KEYS = {DIRECTORY_KEY: "run directory", "return_value": "whole value"}
@@ -120,9 +122,9 @@ def find_lost_key(keys: Iterable[str]) -> str | None:
 def _loaded(ref: ResultRef) -> Any:
     if "value" in ref.summary:
         return ref.summary["value"]
-    if ref.size > plain.VALUE_LIMIT:
-        raise ValueError(f"it has {ref.size} bytes, and an XCom may have {plain.VALUE_LIMIT}")
-    return plain.plain_view(ref.load(), plain.VALUE_LIMIT)
+    if ref.size > VALUE_LIMIT:
+        raise ValueError(f"it has {ref.size} bytes, and an XCom may have {VALUE_LIMIT}")
+    return plain.plain_view(ref.load(), VALUE_LIMIT)
 
 
 def _refusal(ref: ResultRef, uses: list[str], why: str) -> AirflowFailException:

@@ -293,20 +293,6 @@ def test_containers_that_are_there_many_times_over_are_written_once(tmp_path: Pa
     assert is_json({"best": best, "all": [best] * 100})
 
 
-def test_a_report_of_a_long_integer_is_kept(launcher: Launcher) -> None:
-    def train() -> int:
-        import rankzero.train as rt
-
-        rt.report({"loss": 0.5, "steps": 10**5000, "large": 10**400, "negative": -(10**5000)})
-        return 10**5000
-
-    handle = launcher.options(num_processes=1).submit(train)
-    assert handle.result(timeout=60) == 10**5000
-    (row,) = handle.metrics()
-    assert (int(row["steps"], 16), int(row["negative"], 16)) == (10**5000, -(10**5000))
-    assert row["large"] == 10**400
-
-
 def test_arguments_that_were_one_object_are_one_beside_a_reference(launcher: Launcher, tmp_path: Path) -> None:
     def train(first: list[Any], *, second: list[Any], loop: dict[str, Any]) -> list[bool]:
         return [first is second, loop["loop"] is loop, first[0]["x"].tolist() == [1.0], loop["ref"] is first[0]]

@@ -141,8 +141,8 @@ class Storage:
             self._resumed = kept[-1] if kept else None
             if self._resumed and (table := checkpoints.table_before(self._resumed)):
                 raise ResultError(
-                    f"checkpoint {self._resumed.id} cannot be resumed from: rows of the table {table!r} precede it, and "
-                    "ended with their attempt. Write rows behind the training, or change code_version to start over"
+                    f"checkpoint {self._resumed.id} cannot be resumed from: rows of the table {table!r} precede it, "
+                    "and ended with their attempt. Write rows behind the training, or change code_version to start over"
                 )
             return self._resumed, self._own.token()
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rankzero.errors import ResultError
-from rankzero.values import formats, sharded
+from rankzero.train import sharded
+from rankzero.values import formats
 
 if TYPE_CHECKING:
     from rankzero.train.parts import Part, Parts

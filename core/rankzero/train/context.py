@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rankzero import bounds
-from rankzero.values.plain import metric_name, scalar
+from rankzero.errors import encodable
 
 if TYPE_CHECKING:
     import torch
@@ -218,8 +218,7 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
     checkpoint, and a restart resumes from it. Until then, or if a part fails, the previous one is used.
 
     Args:
-        metrics: Name to value. Numbers, strings, and one-element tensors or arrays. An integer of more than 2048 bits
-            is kept as its hexadecimal text.
+        metrics: Name to value. Numbers, strings, and one-element tensors or arrays.
         checkpoint: A directory (copied), or a dict of tensors and plain values. Rank 0's is kept; the other
             ranks' are ignored, unless it is sharded: a dict that holds DTensors (FSDP2) always is.
         sharded: Whether the checkpoint consists of one part of every rank. Every rank must then call this. A run in
@@ -241,7 +240,9 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
     """
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics is {metrics!r:.100}; give a dict, such as report({{'loss': 0.5}})")
-    values = {metric_name(name): scalar(name, value) for name, value in metrics.items()}
+    if others := [name for name in metrics if not isinstance(name, str)]:
+        raise TypeError(f"metric names are strings, not {others[0]!r}")
+    values = {encodable(name): scalar(name, value) for name, value in metrics.items()}
     now = time.time()
     row = json.dumps([values, now], separators=(",", ":"))
     if len(row) > REPORT_LIMIT:
@@ -260,6 +261,18 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
     if checkpoint is not None and session.writer is not None:
         session.writer.write(checkpoint, values, now, sharded=sharded, has_result=session.has_result)
         session.checkpoints += 1
+
+
+def scalar(name: str, value: Any) -> bool | int | float | str:
+    """Returns the number or string of a metric. Raises TypeError for any other value."""
+    item = getattr(value, "item", None)
+    try:
+        scalar = item() if callable(item) else value
+    except (RuntimeError, TypeError, ValueError):
+        raise TypeError(f"metric {name!r} is a {type(value).__name__} of several elements; report one number") from None
+    if not isinstance(scalar, (bool, int, float, str)):
+        raise TypeError(f"metric {name!r} is of type {type(value).__name__}; report numbers or strings")
+    return encodable(scalar) if isinstance(scalar, str) else scalar
 
 
 def await_checkpoint() -> None:

@@ -130,7 +130,7 @@ def prepare_data_loader(
         seed: Seed of the order. None: the seed of the loader's ``generator``, that of rank 0 for all ranks; else 0.
 
     Raises:
-        TypeError: not a DataLoader, another sampler or batch sampler, or Horovod's ``ElasticSampler``.
+        TypeError: not a DataLoader, or another sampler or batch sampler.
 
     Example:
         >>> import torch
@@ -144,11 +144,6 @@ def prepare_data_loader(
         return loader
     if not isinstance(loader, DataLoader):
         raise TypeError(f"prepare_data_loader takes a torch.utils.data.DataLoader, not a {type(loader).__name__}")
-    if hasattr(loader.sampler, "processed_num"):
-        raise TypeError(
-            f"the sampler {type(loader.sampler).__name__} shares out the indices and keeps the position itself, which "
-            "the epochs of a prepared loader would clear: use the loader as it is"
-        )
     context = get_context()
     # A copy with another sampler keeps attributes that a constructor may not accept, such as those of a subclass.
     mine = copy.copy(loader)
@@ -175,16 +170,16 @@ def _samplers_of(loader: DataLoader[Any], rank: int, world_size: int, seed: int)
     batches: Any = loader.batch_sampler
     is_own = batches is not None and loader.batch_size is None
     sampler: Any = getattr(batches, "sampler", batches) if is_own else loader.sampler
-    if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
-        # It yields one rank's share, as torch's DistributedSampler does.
+    if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank") and not hasattr(sampler, "processed_num"):
+        # It yields one rank's share, as torch's DistributedSampler does, and not from a position of its own.
         return {}
     # torchdata has a class of its own of this name.
     shuffles = type(sampler).__name__ == "RandomSampler" and not sampler.replacement
     is_whole = shuffles or type(sampler) is SequentialSampler
     if is_own or not is_whole or len(sampler) != len(loader.dataset):  # type: ignore[arg-type]
         raise TypeError(
-            f"the order of a {type(batches if is_own else sampler).__name__} cannot be shared out: give it each rank's "
-            "part (torch's DistributedSampler does), or shard=False if ranks may draw the same items"
+            f"the order of a {type(batches if is_own else sampler).__name__} cannot be shared out: use the loader as "
+            "it is, with a sampler that yields each rank's part, as torch's DistributedSampler does"
         )
     sampler = DistributedSampler(loader.dataset, world_size, rank, shuffle=shuffles, seed=seed)
     plain = None if batches is None else BatchSampler(sampler, loader.batch_size or 1, loader.drop_last)

@@ -35,12 +35,11 @@ def prepare_model(
             only moved.
         units: For ``"fsdp"``: classes of the modules whose parameters are gathered together. None: the members of each
             `torch.nn.ModuleList`, and the classes that a Hugging Face model names in ``_no_split_modules``.
-        kwargs: Passed to ``DistributedDataParallel`` or ``fully_shard`` (such as ``mp_policy``). A tensor-parallel
-            model (torch's ``parallelize_module``) needs ``"fsdp"`` and ``mesh``, the mesh of its replicas.
+        kwargs: Passed to ``DistributedDataParallel`` or ``fully_shard`` (such as ``mp_policy``).
 
     Raises:
         TypeError: the model is wrapped already.
-        ValueError: an unknown strategy, an argument of another strategy, or a tensor-parallel model without ``mesh``.
+        ValueError: an unknown strategy, an argument of another strategy, or a model that is sharded already.
 
     Example:
         >>> import torch
@@ -58,8 +57,8 @@ def prepare_model(
         raise TypeError(f"model is of type {type(model).__name__}; give a torch.nn.Module")
     if unwrap_model(model) is not model and not _is_compiled(model):
         raise TypeError(f"the model is wrapped already, in {type(model).__name__}; give the plain module")
-    if strategy and "mesh" not in kwargs and any(is_sharded(parameter) for parameter in model.parameters()):
-        raise ValueError("the model is tensor-parallel: give strategy='fsdp' and mesh=, the mesh of its replicas")
+    if strategy and any(map(is_sharded, model.parameters())):
+        raise ValueError("the model is sharded or tensor-parallel already: call torch's fully_shard yourself")
     device = get_context().device
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
@@ -87,7 +86,7 @@ def _shard(model: nn.Module, device: torch.device, units: Iterable[type] | None,
         model = model.to(device)
         # `fully_shard` fills the shard of each rank from that rank's parameters.
         for tensor in [*model.parameters(), *model.buffers()]:
-            _broadcast(tensor.data, kwargs["mesh"])
+            dist.broadcast(tensor.data, src=0)
     members = {id(part) for module in model.modules() if isinstance(module, nn.ModuleList) for part in module}
     names, classes = set(getattr(model, "_no_split_modules", None) or ()), tuple(units or ())
     for module in reversed(list(model.modules())[1:]):
@@ -96,18 +95,6 @@ def _shard(model: nn.Module, device: torch.device, units: Iterable[type] | None,
             fully_shard(module, **kwargs)
     fully_shard(model, **kwargs)
     return model
-
-
-def _broadcast(tensor: Any, mesh: Any) -> None:
-    """Broadcasts rank 0's tensor; a tensor-parallel part is broadcast by the mesh's first rank that has this part."""
-    import torch.distributed as dist
-
-    if not is_sharded(tensor):
-        dist.broadcast(tensor, src=0)
-        return
-    for dimension in range(mesh.ndim):
-        group = mesh.get_group(dimension)
-        dist.broadcast(tensor.to_local(), src=dist.get_global_rank(group, 0), group=group)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -132,17 +119,11 @@ def full_state_dict(model: nn.Module) -> State:
     Returns:
         Name to tensor, which later steps do not change; empty on other ranks.
     """
-    import torch
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     state = get_model_state_dict(model, options=_options())
-    if get_context().rank != 0:
-        return {}
-    # torch returns the live tensors of a CPU; copies of those that it has gathered would take as much memory again.
-    own = [value.to_local() if is_sharded(value) else value for value in model.state_dict().values()]
-    live = {value.data_ptr() for value in own if isinstance(value, torch.Tensor)}
-    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return copy.deepcopy(state, {id(value): value for value in tensors if value.data_ptr() not in live})
+    # torch returns the live tensors of a CPU.
+    return copy.deepcopy(state) if get_context().rank == 0 else {}
 
 
 def load_full_state_dict(model: nn.Module, state: State) -> None:
@@ -168,15 +149,10 @@ def _compare(own: dict[str, list[int]], given: dict[str, list[int]]) -> None:
 
     torch broadcasts a tensor of another shape into a sharded parameter, and only some ranks notice other names.
     """
-    differ = [f"the weights lack {name!r}" for name in own if name not in given]
-    differ += [f"the model has no {name!r}" for name in given if name not in own]
-    differ += [
-        f"{name!r} has the shape {given[name]}, and {shape} here"
-        for name, shape in own.items()
-        if given.get(name, shape) != shape
-    ]
+    differ = [name for name in {**own, **given} if own.get(name) != given.get(name)]
     if differ:
-        raise RuntimeError(f"the weights do not fit the model by {len(differ)} tensors: {'; '.join(differ[:3])}")
+        first = f"{differ[0]!r} has the shape {given.get(differ[0])}, and {own.get(differ[0])} in the model"
+        raise RuntimeError(f"{len(differ)} weights do not fit the model: {first}")
 
 
 def _options(*, loading: bool = False) -> Any:

@@ -30,8 +30,8 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
     """Writes rows of this rank, of any number, into a table to which all ranks write.
 
     Every rank may call it, also several times; it does not wait for other ranks. The table is complete when the run has
-    succeeded: return its handle, so that it is the run's result. The rows of an attempt that fails are in no table. If it
-    reported a checkpoint behind them, the run ends with a `ResultError`: write rows behind the training.
+    succeeded: return its handle, so that it is the run's result. The rows of an attempt that fails are in no table. If
+    it reported a checkpoint behind them, the run ends with a `ResultError`: write rows behind the training.
 
     Args:
         batches: An iterable of batches, or one batch: a dict of columns (tensors, arrays, lists, `Ragged`), a
@@ -106,6 +106,8 @@ class _TableWriter:
 
     def add(self, batch: Any) -> None:
         """Adds rows. Raises TypeError for a column whose type fits no earlier one, ResultError as `write_rows`."""
+        import pyarrow as pa
+
         from rankzero.data.columns import as_table
 
         table = schemas.portable(as_table(batch))
@@ -113,7 +115,9 @@ class _TableWriter:
             return
         self._note_begun()
         self._unify(table.schema)
-        self._waiting.append(_owned(table))
+        # Copied: arrays and tensors share their memory with Arrow, and their owner may reuse it.
+        parts = [pa.ipc.read_record_batch(part.serialize(), part.schema) for part in table.to_batches()]
+        self._waiting.append(pa.Table.from_batches(parts))
         self._size += table.nbytes
         if self._size >= GROUP_BYTES:
             self.write()
@@ -212,13 +216,3 @@ class _TableWriter:
         except Exception as error:
             # Clients of object stores raise their own exceptions.
             raise ResultError(f"rows cannot be written to {self.folder}: {error}") from error
-
-
-def _owned(table: Any) -> Any:
-    """Returns a copy of the rows: arrays and tensors share their memory with Arrow, and their owner may reuse it."""
-    import pyarrow as pa
-
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as stream:
-        stream.write_table(table)
-    return pa.ipc.open_stream(sink.getvalue()).read_all()

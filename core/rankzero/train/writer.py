@@ -15,10 +15,10 @@ from rankzero import bounds
 from rankzero.channel import messages
 from rankzero.errors import ResultError
 from rankzero.host.processes import unnamed_file
+from rankzero.train import sharded as sharding
 from rankzero.train.checkpoint import Checkpoint
 from rankzero.train.parts import NotTakenError, Parts
 from rankzero.values import formats
-from rankzero.values import sharded as sharding
 
 
 class CheckpointWriter:

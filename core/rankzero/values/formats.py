@@ -33,7 +33,7 @@ JSON, TORCH, PICKLE = "json", "torch", "pickle"
 DIRECTORY = "tar"
 """Format of a directory tree, for checkpoints."""
 SHARDS = "shards"
-"""Format of one rank's part of a sharded state, for checkpoints: see `rankzero.values.sharded`."""
+"""Format of one rank's part of a sharded state, for checkpoints: see `rankzero.train.sharded`."""
 
 
 def digest_of(parts: Iterable[bytes | bytearray | memoryview]) -> str:
@@ -93,11 +93,17 @@ def dump(value: object, file_format: str, file: IO[bytes]) -> None:
     elif file_format == TORCH:
         import torch
 
+        # The digest replaces torch's checksums, which take half as long as writing. Before 2.6 there are no options.
+        has_crc = getattr(torch.serialization, "get_crc32_options", bool)()
+        switch = getattr(torch.serialization, "set_crc32_options", bool)
+        switch(False)
         try:
             torch.save(value, file, pickle_module=tensors.TorchPickle, pickle_protocol=2)
         except RuntimeError as error:
             # torch's own error about a file that it could not finish hides that of the file.
             raise error.__context__ or error from None
+        finally:
+            switch(has_crc)
     else:
         parts = pickled.pickled(value)
         while parts:

@@ -14,15 +14,9 @@ from rankzero.errors import encodable
 MAX_DEPTH = 100
 """Most levels of nested containers, since the readers and writers of files recurse."""
 
-VALUE_LIMIT = 16 << 20
-"""Bytes of a result that an orchestrator's metadata database gets where its other tasks are mapped over the items."""
-
 MAX_BITS = 2032
 """Most bits of an integer: ``torch.load(weights_only=True)`` reads no more, and a user may limit Python to 640 digits
 of decimal text."""
-
-MetricValue = bool | int | float | str
-"""The value of a metric."""
 
 _EXACT_FLOATS = 1e16
 """Floats from here on are written with an exponent, and PostgreSQL's ``jsonb`` returns them as integers."""
@@ -35,12 +29,7 @@ _REPEATS = 1000
 
 
 def is_json(value: object) -> bool:
-    """Returns True if JSON returns the value exactly: same types, string keys, no tuples.
-
-    Example:
-        >>> is_json({"a": [1, None]}), is_json({"a": (1,)})
-        (True, False)
-    """
+    """Returns True if JSON returns the value exactly: same types, string keys, no tuples."""
     return consists_of(value, (list, dict), is_atom, _is_text)
 
 
@@ -103,12 +92,7 @@ def _is_storable(atom: object) -> bool:
 
 
 def find_unstorable(value: Any) -> str | None:
-    """Returns a description of why a database would reject or change a JSON value, or None.
-
-    Example:
-        >>> find_unstorable({"loss": float("nan")})
-        "a database would return {'loss': 'nan'} for it"
-    """
+    """Returns a description of why a database would reject or change a JSON value, or None."""
     stored = storable(value)
     return None if repr(stored) == repr(value) else f"a database would return {stored!r:.200} for it"
 
@@ -148,25 +132,3 @@ def _number(item: Any) -> Any:
     """Returns a boolean, integer or float of numpy or torch as Python's; other objects unchanged."""
     is_number = getattr(item, "ndim", 1) == 0 and getattr(item.dtype, "kind", "f") in "biuf"
     return item.item() if is_number else item
-
-
-def metric_name(name: object) -> str:
-    """Returns the name of a metric, which any log accepts. Raises TypeError for one that is not a string."""
-    if not isinstance(name, str):
-        raise TypeError(f"metric names are strings, not {name!r}")
-    return encodable(name)
-
-
-def scalar(name: str, value: Any) -> MetricValue:
-    """Returns the number or string of a metric. Raises TypeError for any other value."""
-    item = getattr(value, "item", None)
-    try:
-        scalar = item() if callable(item) else value
-    except (RuntimeError, TypeError, ValueError):
-        raise TypeError(f"metric {name!r} is a {type(value).__name__} of several elements; report one number") from None
-    if isinstance(scalar, str):
-        return encodable(scalar)
-    if not isinstance(scalar, (bool, int, float)):
-        raise TypeError(f"metric {name!r} is of type {type(value).__name__}; report numbers or strings")
-    # Python refuses to convert integers of more bits to and from decimal text.
-    return hex(scalar) if isinstance(scalar, int) and scalar.bit_length() > MAX_BITS else scalar

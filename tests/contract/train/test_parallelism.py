@@ -44,6 +44,7 @@ def trained(model: Any, mine: torch.Tensor, scale: float = 1.0) -> Any:
 def test_ranks_that_share_layers_train_as_one_process_would(tmp_path: Path) -> None:
     def train() -> Any:
         from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor import Shard
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -59,11 +60,10 @@ def test_ranks_that_share_layers_train_as_one_process_would(tmp_path: Path) -> N
             "tensor": trained(parallelize_module(build(0), mesh["tensor"], tensor), rows()),
             "sequence": trained(parallelize_module(build(0), mesh["tensor"], sequence), rows().chunk(2)[part]),
         }
-        # Replicas have other weights here: those of the first count, part by part.
-        both = parallelize_module(build(replica), mesh["tensor"], tensor)
-        with pytest.raises(ValueError, match="tensor-parallel: give strategy='fsdp' and mesh="):
+        both = parallelize_module(build(0), mesh["tensor"], tensor)
+        with pytest.raises(ValueError, match="tensor-parallel already: call torch's fully_shard yourself"):
             rt.prepare_model(both)
-        both = rt.prepare_model(both, "fsdp", mesh=mesh["data"])
+        both = fully_shard(both, mesh=mesh["data"])
         # FSDP takes the mean of the replicas' gradients.
         models["fsdp and tensor"] = trained(both, rows().chunk(2)[replica], scale=2.0)
         return {

@@ -17,7 +17,7 @@ from tests.faults.kit import SlotsEngine
 import rankzero.train as rt
 from rankzero import Launcher, ResultError, RetryableError, RunHandle
 from rankzero.testing import run_inline
-from rankzero.values.sharded import Shard, load, split
+from rankzero.train.sharded import Shard, load, split
 
 WRITERS = 2
 

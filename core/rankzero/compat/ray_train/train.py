@@ -13,8 +13,7 @@ from rankzero.compat.ray_train import config
 from rankzero.compat.ray_train.checkpoint import Checkpoint, Result, StoredCheckpoint
 from rankzero.compat.ray_train.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from rankzero.errors import RankZeroError as TrainingFailedError
-from rankzero.train.context import await_checkpoint, current
-from rankzero.values.plain import scalar
+from rankzero.train.context import await_checkpoint, current, scalar
 
 if TYPE_CHECKING:
     import torch

@@ -88,7 +88,7 @@ def test_a_sampler_shares_out_what_is_left() -> None:
 def test_a_sampler_with_a_position_is_refused_by_loaders_that_count_epochs() -> None:
     data = torch.utils.data.TensorDataset(torch.arange(5.0))
     loader = torch.utils.data.DataLoader(data, sampler=hvd.elastic.ElasticSampler(data))
-    with pytest.raises(TypeError, match="ElasticSampler shares out the indices and keeps the position itself"):
+    with pytest.raises(TypeError, match="the order of a ElasticSampler cannot be shared out: use the loader as it is"):
         rt.prepare_data_loader(loader)
 
 

@@ -27,11 +27,7 @@ class Shard:
 
     @classmethod
     def of(cls, tensor: Any) -> Shard:
-        """Returns the piece that this rank has of a DTensor; a whole tensor is one piece.
-
-        Raises:
-            ResultError: the ranks have summands of a DTensor, not pieces.
-        """
+        """Returns this rank's piece of a DTensor; a whole tensor is one. Raises ResultError if ranks have summands."""
         shape = tuple(tensor.shape)
         if not tensors.is_sharded(tensor):
             return cls(shape, (0,) * len(shape), tensor.detach())
@@ -56,11 +52,7 @@ class Shard:
 
 def has_sharded(state: Any) -> bool:
     """Returns True if plain dicts, lists and tuples contain a DTensor at any depth."""
-    try:
-        return any(map(tensors.is_sharded, _tensors(state).values()))
-    except RecursionError:
-        # The state contains itself.
-        return False
+    return any(map(tensors.is_sharded, _tensors(state).values()))
 
 
 def split(state: Any) -> Any:
@@ -82,8 +74,7 @@ def load(
         is_same_world: Whether the part of this rank is enough if it has all pieces.
 
     Raises:
-        ResultError: the target has other tensors or shapes, and nothing is filled; or pieces are missing, or ranks
-            wrote different values for one piece.
+        ResultError: the target has other tensors or shapes, and nothing is filled; or pieces are missing or differ.
     """
     import torch
 
@@ -97,13 +88,12 @@ def load(
         given = {path: torch.empty(one.shape, dtype=one.data.dtype, device="cpu") for path, one in shards.items()}
     else:
         given = _tensors(target)
-        there, here = ({path: [*one.shape] for path, one in each.items()} for each in (saved, given))
         for path in [*given, *shards]:
-            if there.get(path) != here.get(path):
+            there, here = (list(each[path].shape) if path in each else None for each in (saved, given))
+            if there != here:
                 raise ResultError(
-                    f"{_name(path)} has the shape {there.get(path)} in the checkpoint, and {here.get(path)} in the "
-                    "state to be filled: give the states of model and optimizer as "
-                    "torch.distributed.checkpoint.state_dict makes them, or load() all"
+                    f"{_name(path)} has the shape {there} in the checkpoint, and {here} in the state to be filled: "
+                    "give states of torch.distributed.checkpoint.state_dict, or load() all"
                 )
     pieces = {path: Shard.of(tensor) for path, tensor in given.items()}
     missing = {path: piece.data.numel() for path, piece in pieces.items()}
@@ -111,7 +101,7 @@ def load(
     for writer in (rank, *others):
         if writer != rank and is_same_world and not any(missing.values()):
             break
-        for path, one in _tensors(own if writer == rank else read(writer)).items():
+        for path, one in (saved if writer == rank else _tensors(read(writer))).items():
             if path not in pieces or (writer != rank and not isinstance(one, Shard)):
                 continue
             piece = one if isinstance(one, Shard) else Shard.of(one)
@@ -123,9 +113,8 @@ def load(
                     f"ranks {first} and {writer} wrote different values of {_name(path)} into the checkpoint, as "
                     "pipeline stages do whose modules name their tensors alike: give each stage names of its own"
                 )
-    for path, count in missing.items():
-        if count:
-            raise ResultError(f"the pieces of {_name(path)} in the checkpoint are not the whole tensor")
+    if incomplete := [_name(path) for path, count in missing.items() if count]:
+        raise ResultError(f"the pieces of {incomplete[0]} in the checkpoint are not the whole tensor")
     return _walk(own, lambda path, value: given.get(path, value))
 
 
