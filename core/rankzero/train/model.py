@@ -119,11 +119,16 @@ def full_state_dict(model: nn.Module) -> State:
     Returns:
         Name to tensor, which later steps do not change; empty on other ranks.
     """
+    import torch
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     state = get_model_state_dict(model, options=_options())
-    # torch returns the live tensors of a CPU.
-    return copy.deepcopy(state) if get_context().rank == 0 else {}
+    # torch returns the live tensors of a CPU. Those that it has gathered are not copied, which would double the memory.
+    parts = [value.to_local() if is_sharded(value) else value for value in model.state_dict().values()]
+    live = {part.data_ptr() for part in parts if isinstance(part, torch.Tensor)}
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    gathered = {id(value): value for value in tensors if value.data_ptr() not in live}
+    return copy.deepcopy(state, gathered) if get_context().rank == 0 else {}
 
 
 def load_full_state_dict(model: nn.Module, state: State) -> None:
@@ -139,20 +144,13 @@ def load_full_state_dict(model: nn.Module, state: State) -> None:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
     ensure_process_group()
-    _compare(_shapes(get_model_state_dict(model)), broadcast_object(_shapes(state)))
-    # torch renames the keys of the dict that it is given.
-    set_model_state_dict(model, dict(state) if get_context().rank == 0 else {}, options=_options(loading=True))
-
-
-def _compare(own: dict[str, list[int]], given: dict[str, list[int]]) -> None:
-    """Raises RuntimeError for weights with other names or shapes than the model's, on every rank.
-
-    torch broadcasts a tensor of another shape into a sharded parameter, and only some ranks notice other names.
-    """
-    differ = [name for name in {**own, **given} if own.get(name) != given.get(name)]
-    if differ:
+    own, given = _shapes(get_model_state_dict(model)), broadcast_object(_shapes(state))
+    # torch broadcasts a tensor of another shape into a sharded parameter, and only some ranks notice other names.
+    if differ := [name for name in {**own, **given} if own.get(name) != given.get(name)]:
         first = f"{differ[0]!r} has the shape {given.get(differ[0])}, and {own.get(differ[0])} in the model"
         raise RuntimeError(f"{len(differ)} weights do not fit the model: {first}")
+    # torch renames the keys of the dict that it is given.
+    set_model_state_dict(model, dict(state) if get_context().rank == 0 else {}, options=_options(loading=True))
 
 
 def _options(*, loading: bool = False) -> Any:
