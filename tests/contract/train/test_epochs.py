@@ -9,25 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from tests.contract.train.test_data_loader import Stateful
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 import rankzero.train as rt
 from rankzero.submit.paths import manifest_of_path
 
 ROWS = 12
-
-
-class Drawn(Sampler[int]):
-    """A sampler of the user, which counts how often an order is drawn."""
-
-    draws = 0
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __iter__(self) -> Iterator[int]:
-        Drawn.draws += 1
-        return iter(torch.randperm(ROWS).tolist())
 
 
 class Source:
@@ -37,8 +24,6 @@ class Source:
         if kind == "shard":
             manifest = manifest_of_path(str(path / "rows.parquet"), "train")
             self.data: Any = rt.DatasetShard(manifest, rt.TrainContext(), "train")
-        elif kind == "sampler":
-            self.data = rt.prepare_data_loader(DataLoader(range(ROWS), 1, sampler=Drawn()))  # type: ignore[arg-type]
         else:
             loader = DataLoader if kind == "loader" else Stateful
             self.data = rt.prepare_data_loader(loader(range(ROWS), 1, shuffle=True))  # type: ignore[arg-type]
@@ -49,7 +34,7 @@ class Source:
         return (int(batch["id"] if isinstance(batch, dict) else batch) for batch in batches)
 
 
-@pytest.fixture(params=["loader", "stateful", "sampler", "shard"])
+@pytest.fixture(params=["loader", "stateful", "shard"])
 def source(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Source]:
     monkeypatch.setattr("rankzero.train.context._session", None)
     pq.write_table(pa.table({"id": list(range(ROWS))}), tmp_path / "rows.parquet")
@@ -122,10 +107,8 @@ def test_a_state_is_kept_until_the_first_batch(source: Callable[..., Source]) ->
     batches = iter(first)
     seen = [next(batches) for _ in range(5)]
     state = first.data.state_dict()
-    drawn = Drawn.draws
     kept = source(state).data.state_dict()
     assert kept == state
-    assert Drawn.draws == drawn, "a draw would wait for the other ranks"
     assert sorted([*seen, *source(kept)]) == list(range(ROWS))
 
 
