@@ -7,7 +7,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from tests.contract.train.test_data_loader import Stateful
 from torch.utils.data import DataLoader
 
