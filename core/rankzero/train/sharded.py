@@ -7,6 +7,7 @@ which has all pieces that it needs if neither world nor mesh have changed, and e
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -51,8 +52,10 @@ class Shard:
 
 
 def has_sharded(state: Any) -> bool:
-    """Returns True if plain dicts, lists and tuples contain a DTensor at any depth."""
-    return any(map(tensors.is_sharded, _tensors(state).values()))
+    """Returns True if plain dicts, lists and tuples contain a DTensor; False for a state that contains itself."""
+    with contextlib.suppress(RecursionError):
+        return any(map(tensors.is_sharded, _tensors(state).values()))
+    return False
 
 
 def split(state: Any) -> Any:
