@@ -234,9 +234,9 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
     Example:
         >>> import rankzero.train as rt
         >>> rt.report({"loss": 0.5})
-        report 1: loss=0.5
+        report ...: loss=0.5
         >>> rt.report({"loss": 0.4}, checkpoint={"model": {}, "epoch": 1})
-        report 2: loss=0.4
+        report ...: loss=0.4
     """
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics is {metrics!r:.100}; give a dict, such as report({{'loss': 0.5}})")
