@@ -251,26 +251,6 @@ def test_a_spawned_process_runs_a_script_that_imports_what_lies_beside_it(tmp_pa
     assert "value 5\n" in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("sends_directory", [False, True])
-def test_a_script_restarts_with_the_modules_that_it_was_submitted_with(
-    launcher: Launcher, folder: Path, sends_directory: bool
-) -> None:
-    (folder / "parts").mkdir()
-    (folder / "parts" / "__init__.py").write_text("")
-    (folder / "parts" / "step.py").write_text("STEP = 'submitted'\n")
-    (folder / "train.py").write_text(
-        "import os, signal\nimport rankzero.train as rt\n"
-        "from parts.step import STEP\n"
-        f"place = {str(folder)!r}\n"
-        "if rt.get_context().attempt == 0:\n"
-        "    open(os.path.join(place, 'parts', 'step.py'), 'w').write('STEP = \"edited\"\\n')\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "rt.set_result(STEP)\n"
-    )
-    launcher = launcher.options(num_processes=1, max_restarts=1, working_dir=folder if sends_directory else None)
-    assert launcher.run(folder / "train.py") == "submitted"
-
-
 @pytest.mark.parametrize("kind", ["function", "module", "script"])
 def test_a_module_has_the_code_and_the_data_that_were_submitted(
     launcher: Launcher, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -1,7 +1,6 @@
 """The matrix of faults: who is hurt, when, how, and what comes of it.
 
-Each line of `CELLS` is one test; each combination that is no test has its reason in `NO_CELL`, and a test holds the
-two tables to be complete. Whatever the cell: the newest checkpoint loads and at most one checkpoint's work is lost,
+Each line of `CELLS` is one test. Whatever the cell: the newest checkpoint loads, at most one checkpoint's work is lost,
 and no process is left.
 """
 
@@ -194,6 +193,7 @@ CELLS = [
     Cell("driver", "checkpoint", "SIGTERM", "resubmit", "cancelled", by_hand=True),
     Cell("driver", "returned", "SIGTERM", "resubmit", "cancelled", by_hand=True),
     Cell("driver", "committed", "SIGTERM", "unharmed", by_hand=True),
+    Cell("driver", "training", "SIGSTOP", "unharmed", bound=LOST + HEALED, by_hand=True),
     # The process that called `submit` owns nothing; the one that called `run` owns its run until it has the value.
     Cell("submitter", "rendezvous", "SIGKILL", "durable", by_hand=True),
     Cell("submitter", "training", "SIGKILL", "owned", "failed"),
@@ -466,6 +466,10 @@ def unharmed(stage: Stage) -> None:
         # Longer than a connection may be silent, shorter than an agent may be.
         stage.await_second(7)
         stage.proxy.heal()
+    if (stage.cell.target, stage.cell.fault) == ("driver", "SIGSTOP"):
+        # As with Ctrl-Z and ``fg``: a gap in its own time is no silence of the agents.
+        stage.await_second(bounds.CONNECTION_LOST_AFTER() + 2.0)
+        wake(driver_of(handle))
     if stage.cell.fault == "full":
         if stage.cell.moment == "committed":
             stage.go()
@@ -485,6 +489,16 @@ def unharmed(stage: Stage) -> None:
     stage.assert_saved(handle, STEPS - 1)
 
 
+def await_end(stage: Stage) -> RunHandle[Any]:
+    """Waits for what attachers see, and for the end of every process."""
+    attached = RunHandle[Any].attach(stage.directory)
+    assert attached.wait(WAIT)
+    stage.assert_in_time()
+    assert attached.status().state == stage.cell.cause
+    until(lambda: stage.processes() == [], GONE, "the end of its processes")
+    return attached
+
+
 def resubmit(stage: Stage) -> None:
     """Attachers see the end, every process goes, and the run id goes on."""
     handle = stage.start()
@@ -493,11 +507,7 @@ def resubmit(stage: Stage) -> None:
     else:
         at = stage.arrival(handle)
         strike(stage, handle, at)
-    attached = RunHandle.attach(stage.directory)
-    assert attached.wait(WAIT)
-    stage.assert_in_time()
-    assert attached.status().state == stage.cell.cause
-    until(lambda: stage.processes() == [], GONE, "the end of its processes")
+    attached = await_end(stage)
     stage.assert_saved(attached, stage.reported - 1)
     again = stage.launcher.submit(train, **stage.arguments)
     stage.assert_continued(again.result(WAIT))
@@ -508,11 +518,7 @@ def kept(stage: Stage) -> None:
     """Success was certain: attachers see it, every process goes, and the run id gives the value to who comes next."""
     handle = stage.start()
     strike(stage, handle, stage.arrival(handle))
-    attached = RunHandle.attach(stage.directory)
-    assert attached.wait(WAIT)
-    stage.assert_in_time()
-    assert attached.status().state == stage.cell.cause
-    until(lambda: stage.processes() == [], GONE, "the end of its processes")
+    attached = await_end(stage)
     stage.assert_whole(attached.result(0))
     again = stage.launcher.submit(train, **stage.arguments)
     stage.assert_whole(again.result(0))
@@ -573,11 +579,7 @@ def owned(stage: Stage) -> None:
     stage.arrival()
     stage.strike(submitter.pid)
     submitter.wait(WAIT)
-    handle = RunHandle.attach(stage.directory)
-    assert handle.wait(WAIT)
-    stage.assert_in_time()
-    assert handle.status().state == stage.cell.cause
-    until(lambda: stage.processes() == [], GONE, "the end of its processes")
+    handle = await_end(stage)
     stage.assert_saved(handle, stage.reported - 1)
     stage.assert_continued(stage.launcher.run(train, **stage.arguments))
 

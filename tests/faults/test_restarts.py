@@ -2,7 +2,6 @@
 
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -105,27 +104,6 @@ def test_a_retry_under_way_can_be_cancelled(launcher: Launcher, tmp_path: Path) 
         handle.result()
 
 
-def test_every_rank_can_keep_a_part_of_its_own(launcher: Launcher) -> None:
-    def shards() -> list[Any]:
-        import torch
-
-        import rankzero.train as rt
-
-        context = rt.get_context()
-        checkpoint = rt.get_checkpoint()
-        if checkpoint is None:
-            rt.report({}, checkpoint={"rank": context.rank, "shard": torch.arange(3) + context.rank}, sharded=True)
-            print("reported", flush=True)
-            while True:
-                time.sleep(0.05)
-                if (last := rt.get_checkpoint()) is not None:
-                    raise RetryableError(f"{last.id} is committed")
-        assert checkpoint.sharded
-        return [checkpoint.load()["rank"] == context.rank, checkpoint.load(rank=1)["shard"].tolist()]
-
-    assert launcher.options(max_restarts=1).run(shards) == [True, [1, 2, 3]]
-
-
 def test_a_directory_is_a_checkpoint_too(launcher: Launcher, tmp_path: Path) -> None:
     def save(directory: str) -> list[str]:
         import rankzero.train as rt
@@ -171,29 +149,6 @@ def test_the_newest_or_the_best_are_kept(launcher: Launcher, config: CheckpointC
     assert sorted(folders) == [manifest.id for manifest in handle.checkpoints()]
 
 
-def test_checkpoints_pass_through_the_channel_where_the_store_is_out_of_sight(launcher: Launcher) -> None:
-    def far() -> list[Any]:
-        import torch
-
-        import rankzero.train as rt
-
-        checkpoint = rt.get_checkpoint()
-        if checkpoint is None:
-            for index in range(5):
-                rt.report({}, checkpoint={"index": index, "weights": torch.full((1_000_000,), float(index))})
-            # Before that, a newer one may take the place of the one that is loaded.
-            rt.context.await_checkpoint()
-            assert rt.get_checkpoint().load()["index"] == 4
-            raise RetryableError("again")
-        state = checkpoint.load()
-        return [state["index"], state["weights"].sum().item()]
-
-    launcher = launcher.options(num_processes=1, max_restarts=1, store="memory://bucket/checkpoints", run_id="far")
-    assert launcher.run(far) == [4, 4e6]
-    handle = RunHandle.attach("memory://bucket/checkpoints/far")
-    assert [manifest.index for manifest in handle.checkpoints()] == [3, 4]
-
-
 def test_a_part_of_another_rank_is_found_where_the_store_is_out_of_sight(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,42 +171,24 @@ def test_a_part_of_another_rank_is_found_where_the_store_is_out_of_sight(
     assert launcher.run(shards) == [0, 2, 1]
 
 
-FORMS = ("pieces", "directory")
-
-
-def report_two(form: str) -> float:
+def report_two() -> float:
     """Reports steps 0 and 1 and raises; with a checkpoint, returns the step from it."""
     import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
 
     import rankzero.train as rt
 
     if checkpoint := rt.get_checkpoint():
-        if form == "directory":
-            with checkpoint.as_directory() as folder:
-                return float(Path(folder, "step").read_text()[-1])
         return float(checkpoint.load()["weights"][0])
     for step in range(2):
-        state: Any = {"weights": torch.full((1000,), float(step))}
-        if form == "pieces":
-            dist.is_initialized() or dist.init_process_group("gloo")
-            mesh = init_device_mesh("cpu", (1,))
-            state["weights"] = distribute_tensor(state["weights"], mesh, [Replicate()])
-        elif form == "directory":
-            state = tempfile.mkdtemp(dir=os.environ["RANKZERO_SCRATCH"])
-            Path(state, "step").write_text(f"{step:1000}")
-        rt.report({}, checkpoint=state)
+        rt.report({}, checkpoint={"weights": torch.full((1000,), float(step))})
         rt.context.await_checkpoint()
     raise ValueError("behind two checkpoints")
 
 
-@pytest.mark.parametrize("form", ["state", *(pytest.param(form, marks=pytest.mark.soak) for form in FORMS)])
-def test_a_checkpoint_that_a_rank_finds_damaged_is_not_used_again(launcher: Launcher, form: str) -> None:
+def test_a_checkpoint_that_a_rank_finds_damaged_is_not_used_again(launcher: Launcher) -> None:
     launcher = launcher.options(num_processes=1, run_id="run")
     with pytest.raises(WorkerFailedError, match="behind two checkpoints"):
-        launcher.run(report_two, form)
+        launcher.run(report_two)
     handle = launcher.find()
     assert handle
     newest = handle.checkpoints()[-1]
@@ -260,8 +197,8 @@ def test_a_checkpoint_that_a_rank_finds_damaged_is_not_used_again(launcher: Laun
     data[len(data) // 2] ^= 1
     store.write_bytes(file, bytes(data))
     with pytest.raises(ResultError, match=f"checkpoint {newest.id} is damaged"):
-        launcher.run(report_two, form)
-    assert launcher.run(report_two, form) == 0.0
+        launcher.run(report_two)
+    assert launcher.run(report_two) == 0.0
     assert newest.id in {manifest.id for manifest in handle.checkpoints()}, "it is not deleted"
 
 

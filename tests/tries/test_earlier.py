@@ -1,13 +1,7 @@
 """What a submission has left stays when another training begins under the same run id, until it is collected."""
 
-import time
-from pathlib import Path
-
 from rankzero import Launcher
 from rankzero.run.checkpoints import list_committed
-from rankzero.run.retention import REPLACED, collect
-
-DAY = 86400.0
 
 
 def train(lr: float) -> float:
@@ -32,18 +26,3 @@ def test_a_fresh_training_leaves_the_checkpoints_of_the_one_before(
         handles.append(launcher.find())
     folders = [handle.own.directory for handle in handles if handle]
     assert len(list_committed(folders)) == 3 * len(list_committed(folders[-1:]))
-
-    root, now = str(Path(folders[0]).parents[2]), time.time()
-    assert collect(root, DAY, now=now).replaced == []
-    # The run itself is younger than that, by its end.
-    last = launcher.find()
-    assert last
-    status = last.status()
-    last.own.write_status(status.__class__(**{**vars(status), "ended": now + 10 * DAY}))
-    would = collect(root, DAY, dry_run=True, now=now + 2 * DAY)
-    assert [removed.directory for removed in would.replaced] == folders[:-1]
-    assert {removed.state for removed in would.replaced} == {REPLACED}
-    assert would.size > 0
-    collect(root, DAY, now=now + 2 * DAY)
-    assert [Path(folder).is_dir() for folder in folders] == [False, False, True]
-    assert last.result() == 0.2

@@ -61,6 +61,7 @@ def test_a_handle_returns_the_value_of_its_own_submission(single: Launcher, tmp_
     one.acknowledge()
     one.cancel()
     assert one.delivery().acknowledged
+    assert one.status().state == "succeeded", "a cancel after the success changes nothing"
     assert not last.delivery().acknowledged
     (tmp_path / "last-go").touch()
     assert last.result(60) == "last"
