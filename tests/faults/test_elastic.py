@@ -24,7 +24,6 @@ from rankzero import (
 )
 from rankzero.kinds import RESTART_ON
 from rankzero.worker import failures as worker
-from rankzero.worker.failures import CommandError, describe
 
 WAIT = 60.0
 
@@ -228,23 +227,6 @@ def test_a_run_restarts_on_the_exceptions_that_its_user_names(launcher: Launcher
     with pytest.raises(WorkerFailedError, match="LocalError.*unknown") as caught:
         launcher.options(restart_on=lambda error: "Stale" in str(error), run_id="other").run(fail_once, "unknown")
     assert caught.value.cause is None
-
-
-@pytest.mark.parametrize(
-    ("facts", "wanted", "matches"),
-    [
-        ({"exit_code": 7}, "exited with code 7", True),
-        ({"exit_code": 1, "exception_type": "OSError", "message": "Stale"}, "OSError: Stale", True),
-        ({"exit_code": 1}, "exited with code 7", False),
-    ],
-)
-def test_a_command_is_matched_by_what_is_known_of_its_end(facts: dict[str, Any], wanted: str, matches: bool) -> None:
-    worker.install_restart_on(pickle.dumps((wanted,)))
-    try:
-        failure = describe(CommandError(f"the command 'x' exited with code {facts['exit_code']}", facts))
-    finally:
-        worker.install_restart_on(None)
-    assert (failure.matched == wanted) is matches
 
 
 @pytest.mark.parametrize("bad", [3, [3], [""], "", [int], int, [lambda error: True]])

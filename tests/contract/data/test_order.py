@@ -7,10 +7,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rankzero.data import order
 from rankzero.data.manifest import File, Manifest, encode_schema
 from rankzero.data.order import Order
+from rankzero.data.shares import Batches, split
 from rankzero.submit.paths import manifest_of_path
 from rankzero.train import DatasetShard, TrainContext
 
@@ -97,3 +100,39 @@ def test_a_table_that_is_sorted_by_its_label_trains_as_well_as_a_shuffled_one(
     ordered = losses_of(table.sort_by("y"), tmp_path / "sorted.parquet")
     assert len(mixed) == 6
     assert ordered == pytest.approx(mixed, rel=0.2), "a label at a time: 2 and more"
+
+
+# -- shares of ranks
+
+totals = st.integers(0, 300)
+worlds = st.integers(1, 9)
+sizes = st.integers(1, 40)
+
+
+def positions(spans: list[tuple[int, int]]) -> list[int]:
+    return [position for low, high in spans for position in range(low, high)]
+
+
+@given(totals, worlds)
+def test_shares_differ_by_one_row_at_most_and_are_all_rows(total: int, world: int) -> None:
+    parts = [split(total, world, rank) for rank in range(world)]
+    counts = [high - low for low, high in parts]
+    assert max(counts) - min(counts) <= 1
+    assert positions(parts) == list(range(total))
+
+
+@given(totals, worlds, sizes, st.booleans())
+def test_every_rank_has_the_same_number_of_batches(total: int, world: int, size: int, drop_last: bool) -> None:
+    plans = [Batches.of(total, world, rank, size, drop_last=drop_last) for rank in range(world)]
+    assert len({plan.count for plan in plans}) == 1
+    for plan in plans:
+        counts = [plan.done(number + 1) - plan.done(number) for number in range(plan.count)]
+        assert all(0 <= count <= size for count in counts)
+        if drop_last:
+            assert counts == [size] * plan.count
+        else:
+            assert sum(counts) == plan.own
+            # None is empty, unless there are fewer rows than batches.
+            assert plan.own < plan.count or 0 not in counts
+            # Whole ones, but for the last two.
+            assert counts[:-2] == [size] * (plan.count - 2 if plan.count > 2 else 0)

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.conftest import until
 import rankzero.train as rt
 from rankzero import CheckpointConfig, InvalidJobError, Launcher, ResultError, Table, WorkerFailedError, store
 from rankzero.data.columns import Ragged
+from rankzero.train import rows
 
 
 def score(fail_first: bool) -> Table:
@@ -293,3 +295,57 @@ def test_calls_and_batches_with_other_columns_write_one_table() -> None:
     with pytest.raises(TypeError, match="calls"):
         rt.write_rows({"c": ["x"]}, "calls")
     assert len(table.to_pandas()) == 6, "what was refused is not in the table"
+
+
+# -- calls that raise: their rows and columns are removed, and a retry writes each row once
+
+
+def _flaky(*batches: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield from batches
+    raise ConnectionError("the source is gone")
+
+
+def _raises(name: str, *batches: dict[str, Any]) -> None:
+    with pytest.raises(ConnectionError):
+        rt.write_rows(_flaky(*batches), name)
+
+
+def test_columns_of_a_call_that_raised_are_not_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A group of rows is on the disk when the call raises.
+    monkeypatch.setattr(rows, "GROUP_BYTES", 1)
+    _raises("columns", {"id": [1]}, {"id": [2], "extra": ["x"]})
+    table = rt.write_rows({"id": [3]}, "columns")
+    assert table.to_arrow().to_table().to_pydict() == {"id": [3]}
+    # Neither does their type stand in the way of another one.
+    rt.write_rows({"id": [4], "extra": [0.5]}, "columns")
+    assert sorted(table.to_arrow().to_table()["extra"].to_pylist(), key=str) == [0.5, None]
+
+
+def test_columns_of_the_calls_before_stay_when_a_call_raises() -> None:
+    rt.write_rows({"id": [1], "extra": [0.5]}, "before")
+    _raises("before", {"id": [2], "extra": [0.5]})
+    assert rt.write_rows([], "before").to_arrow().to_table().to_pydict() == {"id": [1], "extra": [0.5]}
+
+
+def _one_rank_raises() -> Table:
+    context = rt.get_context()
+
+    def batches() -> Iterator[dict[str, Any]]:
+        yield {"id": [context.rank], "extra": [0.5]}
+        rt.barrier()
+        if context.rank == 1:
+            # Behind the rank that wrote the same columns.
+            rt.barrier()
+            raise ConnectionError("the source is gone")
+
+    if context.rank == 1:
+        with pytest.raises(ConnectionError):
+            rt.write_rows(batches())
+        return rt.write_rows([])
+    table = rt.write_rows(batches())
+    rt.barrier()
+    return table
+
+
+def test_columns_of_another_rank_stay_when_a_call_raises(launcher: Launcher) -> None:
+    assert launcher.run(_one_rank_raises).to_arrow().to_table().to_pydict() == {"id": [0], "extra": [0.5]}

@@ -104,18 +104,13 @@ def test_the_job_has_its_own_group_and_description(on_session: Launcher, session
             time.sleep(0.02)
         return "done"
 
-    values: list[str] = []
     on_session = on_session.options(num_processes=1, run_id="grouped")
-    thread = threading.Thread(target=lambda: values.append(on_session.run(wait)))
-    thread.start()
-    tracker = session.sparkContext.statusTracker()
-    deadline = time.monotonic() + WAIT
-    while not (jobs := tracker.getActiveJobsIds()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    job = session.sparkContext._jsc.sc().statusStore().job(jobs[0])
-    go.touch()
-    thread.join(WAIT)
-    assert values == ["done"]
+    with ThreadPoolExecutor(1) as executor:
+        value = executor.submit(on_session.run, wait)
+        (number,) = until(session.sparkContext.statusTracker().getActiveJobsIds, WAIT, "a job")
+        job = session.sparkContext._jsc.sc().statusStore().job(number)
+        go.touch()
+        assert value.result(WAIT) == "done"
     # Another store may have a run of this name, which uses the same session.
     assert re.fullmatch("rankzero-grouped-[0-9a-f]{8}", job.jobGroup().get())
     assert job.description().get() == "rankzero: wait on 1 ranks, run grouped"

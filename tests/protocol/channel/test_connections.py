@@ -27,7 +27,7 @@ def test_silence_that_lasts_is_the_end_for_both(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path) as served, proxied(served) as (proxy, port):
             agent = await served.agent(driver=served.driver(port=port))
-            proxy.silence()
+            proxy.deafen()
             await until(lambda: agent.ended and served.received.ended)
             assert "nothing was received from the driver for 2 s" in agent.ended
             assert "nothing was received from it for 2 s" in served.received.ended[0]
@@ -44,7 +44,7 @@ def test_an_agent_waits_for_a_silent_driver_whose_process_lives(tmp_path: Path) 
                 return lives
 
             agent = await served.agent(driver=served.driver(port=port), lives=driver_lives)
-            proxy.silence()
+            proxy.deafen()
             for _ in range(round(2 * SILENCE / PING)):
                 await asyncio.sleep(PING)
                 # The driver is the one that is silent.
