@@ -18,7 +18,7 @@ from rankzero.driver.recorder import Recorder
 from rankzero.masking import Mask
 from rankzero.run.directory import Submission
 from rankzero.run.growing import Stream
-from rankzero.run.names import EVENTS, LINES
+from rankzero.run.names import LINES
 
 WAIT = 60.0
 
@@ -28,8 +28,6 @@ class Store:
 
     def __init__(self) -> None:
         self._through = store.write_bytes
-        self.away = False
-        self.refused = 0
         self.open = threading.Event()
         self.open.set()
         self.stalled = threading.Event()
@@ -38,9 +36,6 @@ class Store:
     def write_bytes(self, location: str, data: bytes, *, durable: bool = False) -> None:
         if re.search(r"/\d{8}$", location) is None:
             return self._through(location, data, durable=durable)
-        if self.away:
-            self.refused += 1
-            raise ConnectionResetError("the store cannot be reached")
         if self.stalled.is_set() or self.open.is_set():
             return self._through(location, data)
         # Only the first request stalls.
@@ -58,7 +53,6 @@ def pieces_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.04")
     monkeypatch.setattr(recorders, "pace", lambda _: 0.05)
     yield made
-    made.away = False
     made.open.set()
 
 
@@ -79,20 +73,6 @@ def texts(run: Submission) -> list[str]:
     """The lines of all ranks that can be read by the final status, without their times."""
     assert all(re.match(r"\[0\] \d{4}-\d\d-\d\dT[0-9:.]+Z\t", line) for line in read(run, LINES))
     return [re.sub(r" .*?\t", " ", line, count=1) for line in read(run, LINES)]
-
-
-def test_an_outage_while_a_run_ends_loses_no_lines(run: Submission, pieces_store: Store) -> None:
-    recorder = Recorder(run, Mask())
-    recorder.log(0, ["the last line"])
-    pieces_store.away = True
-    with ThreadPoolExecutor(1) as executor:
-        end = executor.submit(recorder.finish, state="succeeded")
-        until(lambda: pieces_store.refused >= 4 or end.done(), WAIT, "tries that are refused")
-        pieces_store.away = False
-        end.result(WAIT)
-    assert run.status().state == "succeeded"
-    assert texts(run) == ["[0] the last line"]
-    assert '"succeeded"' in read(run, EVENTS)[-1]
 
 
 def test_a_disk_that_takes_nothing_delays_agents_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,7 @@ def train(
             note(Path(folder, "reported"), str(step))
         if held and stays:
             arrive(folder, "reported-checkpoint", go="never")
+    print("trained")
     if holds("half"):
         arrive(folder, moment)
     if holds("committed"):

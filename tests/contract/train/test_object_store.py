@@ -148,36 +148,3 @@ def test_a_part_that_a_removed_directory_refuses_does_not_appear(bucket: str, si
         upload()
     gc.collect()
     assert store.list_files(bucket) == []
-
-
-def write_without_token(directory: str) -> list[str]:
-    """Writes rows, during which the directory of the run loses its token; returns the files of rows."""
-    import s3fs
-
-    import rankzero.train as rt
-    from rankzero import ResultError
-
-    filesystem = s3fs.S3FileSystem()
-    (directory,) = (path for path in filesystem.ls(f"{directory}/submissions") if not path.endswith(".json"))
-    token = filesystem.cat_file(f"{directory}/driver")
-
-    def batches(error: type[Exception] | None) -> Iterator[dict[str, list[int]]]:
-        yield {"x": [1]}
-        filesystem.rm_file(f"{directory}/driver")
-        if error:
-            raise error
-
-    found = []
-    for name, error in ("ends", None), ("raises", ValueError):
-        try:
-            rt.write_rows(batches(error), name)
-        except (ResultError, ValueError):
-            found += [path for path in filesystem.find(directory) if path.endswith(".parquet")]
-        filesystem.pipe_file(f"{directory}/driver", token)
-    return found
-
-
-def test_rows_that_a_removed_directory_refuses_do_not_appear(bucket: str) -> None:
-    env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    launcher = Launcher(1, store=f"{bucket}/runs", run_id="rows", env=env, timeout=WAIT)
-    assert launcher.run(write_without_token, f"{bucket}/runs/rows") == []
