@@ -3,9 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,83 +13,25 @@ from rankzero import (
     ResultError,
     RetryableError,
     RunCancelledError,
-    RunHandle,
     WorkerFailedError,
     store,
 )
 from rankzero.run.checkpoints import Manifest
 
 WAIT = 90.0
-STEPS = 6
 
 
-def has_committed(attempt: int) -> bool:
-    """True if the newest checkpoint is of this attempt, and of step 2 at least."""
-    import rankzero.train as rt
-
-    checkpoint = rt.get_checkpoint()
-    try:
-        state = checkpoint.load() if checkpoint else {"step": 0}
-    except ResultError:
-        # A newer one has taken its place this very moment.
-        return False
-    return bool(state["step"] >= 2 and state["starts"][-1][0] == attempt)
-
-
-def train(failures: int, witness: str) -> list[list[int]]:
-    """Adds up its steps; rank 1 fails from step 3 on in the first attempts. Returns the starts: (attempt, step)."""
-    import torch
-    import torch.distributed as dist
-
-    import rankzero.train as rt
-
-    dist.init_process_group("gloo")
-    context = rt.get_context()
-    checkpoint = rt.get_checkpoint()
-    state: dict[str, Any] = checkpoint.load() if checkpoint else {"step": 0, "sum": torch.zeros(1), "starts": []}
-    state["starts"] = [*state["starts"], [context.attempt, state["step"]]]
-    while state["step"] < STEPS:
-        addend = torch.ones(1)
-        dist.all_reduce(addend)
-        state = {"step": state["step"] + 1, "sum": state["sum"] + addend, "starts": state["starts"]}
-        rt.report({"step": state["step"]}, checkpoint=state)
-        healed = Path(f"{witness}-healed").exists()
-        if state["step"] >= 3 and context.rank == 1 and context.attempt < failures and not healed:
-            # These steps are shorter than a commit, which goes on beside them.
-            while not has_committed(context.attempt):
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(60)
-    Path(witness).write_text("done")
-    assert state["sum"].item() == 2 * STEPS
-    starts: list[list[int]] = state["starts"]
-    return starts
-
-
-def run(launcher: Launcher, function: Callable[..., Any], *args: Any) -> tuple[Any, RunHandle[Any]]:
-    """The value and the run. By `run`: a detached driver would start a zygote of its own."""
-    launcher = launcher.options(run_id="run")
-    value = launcher.run(function, *args)
-    handle = launcher.find()
-    assert handle is not None
-    return value, handle
-
-
-def test_the_budget_ends_and_the_last_failure_is_raised(launcher: Launcher, tmp_path: Path) -> None:
-    launcher = launcher.options(run_id="budget", max_restarts=1)
+def test_the_budget_ends_and_the_last_failure_is_raised(launcher: Launcher) -> None:
+    launcher = launcher.options(num_processes=1, run_id="budget", max_restarts=2)
     with pytest.raises(WorkerFailedError) as caught:
-        launcher.run(train, 9, str(tmp_path / "witness"))
-    assert (caught.value.rank, caught.value.signal) == (1, "SIGKILL")
-    handle = RunHandle.attach(tmp_path / "store" / "budget")
-    assert handle.status().attempt == 1
-    # The same training again: as an orchestrator's retry does, from the last checkpoint.
-    (tmp_path / "witness-healed").touch()
-    starts = launcher.run(train, 9, str(tmp_path / "witness"))
-    assert [attempt for attempt, _ in starts] == [0, 1, 2]
-    assert starts[-1][1] >= 2
+        launcher.run(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    assert (caught.value.rank, caught.value.signal) == (0, "SIGKILL")
+    handle = launcher.find()
+    assert handle
+    assert handle.status().attempt == 2
 
 
-def test_a_retry_under_way_can_be_cancelled(launcher: Launcher, tmp_path: Path) -> None:
+def test_a_retry_under_way_can_be_cancelled(launcher: Launcher) -> None:
     def fail() -> None:
         raise RetryableError("busy")
 
@@ -143,7 +83,10 @@ def test_the_newest_or_the_best_are_kept(launcher: Launcher, config: CheckpointC
         for index, loss in enumerate([9.0, 1.0, 5.0, 2.0, float("nan"), 4.0]):
             rt.report({"loss": loss}, checkpoint={"index": index})
 
-    _, handle = run(launcher.options(num_processes=1, checkpoints=config), report)
+    launcher = launcher.options(num_processes=1, checkpoints=config, run_id="run")
+    launcher.run(report)
+    handle = launcher.find()
+    assert handle
     assert [manifest.index for manifest in handle.checkpoints()] == kept
     folders = os.listdir(handle.own.path("checkpoints"))
     assert sorted(folders) == [manifest.id for manifest in handle.checkpoints()]

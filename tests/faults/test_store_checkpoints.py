@@ -13,7 +13,7 @@ from rankzero.channel.connection import Connection
 from rankzero.channel.server import Server
 
 if TYPE_CHECKING:
-    pass
+    from tests.s3 import S3Server
 
 WAIT = 90.0
 NUMBERS = 3_000_000
@@ -116,6 +116,44 @@ def test_ranks_write_and_read_parts_by_what_they_have(
     assert (set(through_driver) != {"rank-0-value"}) != is_direct
     assert len([key for key in keys(bucket) if "/checkpoints/" in key]) == 6
     assert unfinished(bucket) == []
+
+
+def shard(tensors: int) -> tuple[list[float], int]:
+    """Reports a state in shards, restarts, and fills another one from it."""
+    import time
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    import rankzero.train as rt
+    from rankzero import RetryableError
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    checkpoint = rt.get_checkpoint()
+    fill = 0.0 if checkpoint else 1.0
+    state = {str(name): distribute_tensor(torch.full((64,), fill), mesh, [Shard(0)]) for name in range(tensors)}
+    if checkpoint:
+        loaded = checkpoint.load(into=state)
+        return [tensor.full_tensor().sum().item() for tensor in loaded.values()], dist.get_world_size()
+    rt.report({}, checkpoint=state)
+    while rt.get_checkpoint() is None:
+        time.sleep(0.01)
+    dist.barrier()
+    raise RetryableError("again")
+
+
+def test_a_rank_reads_only_its_own_part_in_an_equal_world(
+    launcher: Launcher, s3_server: "S3Server", bucket: str
+) -> None:
+    ranks, tensors = 2, 8
+    launcher = launcher.options(num_processes=ranks, store=f"{bucket}/runs", max_restarts=1)
+    assert launcher.run(shard, tensors) == ([64.0] * tensors, ranks)
+    path = f"{bucket.removeprefix('s3:/')}/runs"
+    parts = [line for line in s3_server.requests("GET", path) if "/rank-" in line]
+    assert len(parts) == ranks
 
 
 @pytest.mark.parametrize("missing", [[], ["fsspec"], pytest.param(["fsspec", "pyarrow"], marks=pytest.mark.soak)])

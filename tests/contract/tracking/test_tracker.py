@@ -16,7 +16,7 @@ from tests.conftest import until
 from tests.runs import submitted
 
 from rankzero import InvalidJobError, Launcher, LocalEngine, RunHandle, WorkerFailedError
-from rankzero.driver.driver import Trackers, write_report
+from rankzero.driver.driver import Trackers
 from rankzero.driver.recorder import Recorder
 from rankzero.masking import Mask
 from rankzero.run.status import RunStatus
@@ -197,29 +197,6 @@ def test_what_is_no_tracker_or_cannot_travel_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidJobError, match="Notes, which cannot be pickled.*make clients in begin"):
         Launcher(1, trackers=[lock], store=tmp_path / "runs").run(train, 1)
     assert not (tmp_path / "runs").exists()
-
-
-def test_the_driver_that_reads_its_own_run_is_no_follower(tmp_path: Path) -> None:
-    """Else a run that nobody follows would renew its own lease, and never end."""
-    release = tmp_path / "release"
-
-    def wait_for(path: str) -> None:
-        import time
-
-        while not os.path.exists(path):
-            time.sleep(0.02)
-
-    handle = Launcher(1, store=tmp_path / "runs", orphan_timeout=600).submit(wait_for, str(release))
-    directory = handle.own
-    until(lambda: directory.status().state == "running", 60, "the run starts")
-    lease = directory.lease()
-    write_report(directory)
-    assert "<html" in Path(handle.directory, "report.html").read_text()
-    assert directory.lease() == lease
-    list(handle.events())
-    assert directory.lease() != lease
-    release.touch()
-    assert handle.wait(60)
 
 
 def report(loss: float) -> None:
