@@ -15,7 +15,6 @@ from rankzero.channel.server import Server
 if TYPE_CHECKING:
     from tests.s3 import S3Server
 
-WAIT = 90.0
 NUMBERS = 3_000_000
 """Of 4 bytes: several pieces of a multipart upload."""
 
