@@ -173,4 +173,4 @@ def test_executors_that_do_not_see_the_run_directory_or_cannot_reach_the_client(
         assert "from step 0" in list(handle.logs(0))
         assert handle.metrics()[0]["step"] == 0
     # The client drives what no driver in the stage could.
-    assert ("driven from this host" in Path(handle.own.path("driver.log")).read_text()) == is_hidden
+    assert not is_hidden or "driven from this host" in Path(handle.own.path("driver.log")).read_text()
