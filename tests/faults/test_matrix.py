@@ -193,13 +193,13 @@ CELLS = [
     Cell("driver", "checkpoint", "SIGTERM", "resubmit", "cancelled", by_hand=True),
     Cell("driver", "returned", "SIGTERM", "resubmit", "cancelled", by_hand=True),
     Cell("driver", "committed", "SIGTERM", "unharmed", by_hand=True),
-    Cell("driver", "training", "SIGSTOP", "unharmed", bound=LOST + HEALED, by_hand=True),
     # The process that called `submit` owns nothing; the one that called `run` owns its run until it has the value.
     Cell("submitter", "rendezvous", "SIGKILL", "durable", by_hand=True),
     Cell("submitter", "training", "SIGKILL", "owned", "failed"),
     Cell("submitter", "committed", "SIGKILL", "delivered", by_hand=True),
     Cell("submitter", "training", "SIGTERM", "owned", "failed", by_hand=True),
     Cell("submitter", "training", "SIGSTOP", "durable", by_hand=True),
+    Cell("submitter", "training", "SIGSTOP", "paused", bound=LOST + HEALED, by_hand=True),
     # The connection of an agent: a silence that heals loses nothing, wherever it falls; a reset ends the attempt.
     Cell("channel", "rendezvous", "deaf", "unharmed", bound=HEALED, by_hand=True),
     Cell("channel", "training", "deaf", "unharmed", bound=HEALED, ranks=2),
@@ -466,10 +466,6 @@ def unharmed(stage: Stage) -> None:
         # Longer than a connection may be silent, shorter than an agent may be.
         stage.await_second(7)
         stage.proxy.heal()
-    if (stage.cell.target, stage.cell.fault) == ("driver", "SIGSTOP"):
-        # As with Ctrl-Z and ``fg``: a gap in its own time is no silence of the agents.
-        stage.await_second(bounds.CONNECTION_LOST_AFTER() + 2.0)
-        wake(driver_of(handle))
     if stage.cell.fault == "full":
         if stage.cell.moment == "committed":
             stage.go()
@@ -584,6 +580,19 @@ def owned(stage: Stage) -> None:
     stage.assert_continued(stage.launcher.run(train, **stage.arguments))
 
 
+def paused(stage: Stage) -> None:
+    """The run of `run` pauses with its caller, as with Ctrl-Z and ``fg``: a gap in its time is no silence of agents."""
+    submitter = start_submitter(stage, "run")
+    stage.arrival()
+    stage.strike(submitter.pid)
+    stage.await_second(bounds.CONNECTION_LOST_AFTER() + 2.0)
+    wake(submitter.pid)
+    stage.go()
+    submitter.wait(WAIT)
+    stage.assert_in_time()
+    stage.assert_whole(json.loads((stage.folder / "value").read_text()))
+
+
 def delivered(stage: Stage) -> None:
     """The value was there, and nobody had it: the next call gets it and trains nothing."""
     submitter = start_submitter(stage, "run", hold_value=True)
@@ -638,6 +647,7 @@ OUTCOMES: dict[str, Callable[[Stage], None]] = {
     "kept": kept,
     "durable": durable,
     "owned": owned,
+    "paused": paused,
     "delivered": delivered,
     "refused": refused,
     "no room": no_room,
