@@ -172,5 +172,7 @@ def test_executors_that_do_not_see_the_run_directory_or_cannot_reach_the_client(
         assert handle.result(WAIT) == [0, 0]
         assert "from step 0" in list(handle.logs(0))
         assert handle.metrics()[0]["step"] == 0
+        # What follows the stage would wait for a server that has gone.
+        handle.await_driver(WAIT)
     # The client drives what no driver in the stage could.
     assert not is_hidden or "driven from this host" in Path(handle.own.path("driver.log")).read_text()
