@@ -102,3 +102,19 @@ def test_a_driver_that_takes_lines_slowly_loses_no_agent(tmp_path: Path) -> None
             assert served.received.ended == {}
 
     asyncio.run(main())
+
+
+def test_what_agents_sent_before_they_ended_is_read_first(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            agents = [await served.agent(task) for task in range(8)]
+            for agent in agents:
+                for number in range(1000):
+                    agent.connection.send(Beat(number), 0)
+                agent.connection.close()
+            await until(lambda: not any(agent.connection.unsent for agent in agents))
+            await served.server.read_rest()
+            assert len(served.received.messages) == 8000
+            assert sorted(served.received.ended) == list(range(8))
+
+    asyncio.run(main())
