@@ -8,7 +8,34 @@ import pytest
 from tests.protocol.channel.conftest import PING, SILENCE, proxied, serving, until
 
 from rankzero.channel.connection import ChannelError
-from rankzero.channel.messages import Beat, Log, Message
+from rankzero.channel.messages import Beat, Bye, Log, Message
+
+
+def test_an_agent_that_says_goodbye_has_delivered_everything(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            agent = await served.agent()
+            for number in range(100):
+                agent.connection.send(Log([f"{number}" * 10_000]), 0)
+            agent.connection.send(Bye())
+            await until(lambda: agent.ended)
+            assert len(served.received.messages) == 100
+            assert served.received.ended == {0: None}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["close", "abort"])
+def test_an_agent_that_dies_is_lost_with_the_reason(tmp_path: Path, how: str) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            agent = await served.agent()
+            agent.connection.close() if how == "close" else agent.connection.abort("")
+            await until(lambda: served.received.ended)
+            assert served.received.ended[0]
+            assert served.server.connected == set()
+
+    asyncio.run(main())
 
 
 def test_a_second_agent_of_one_task_is_refused_and_the_first_continues(tmp_path: Path) -> None:
