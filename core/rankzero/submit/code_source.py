@@ -7,6 +7,7 @@ of its source if that compiles to the function's code, else by its instructions.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import hashlib
@@ -27,6 +28,7 @@ from rankzero import store
 IMPORTERS = frozenset({"import_module", "__import__", "locate", "resolve_name", "instantiate"})
 """Functions of importlib, pkgutil, pydoc and Hydra: where code names one, a text of one word may name a module."""
 
+_IMPORT_NAME = dis.opmap["IMPORT_NAME"]
 _NAME = re.compile(r"([A-Za-z_]\w*(?:[.:]\w*)*)(?:[%{]|\Z)")
 """The name of something in a module, or the begin of one up to a placeholder: ``acme.models.Net``, ``acme.{kind}``."""
 _LAYOUT = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER})
@@ -117,9 +119,9 @@ def source_of_code(code: types.CodeType, package: str | None) -> Source:
     """
     nested = list(_nested(code))
     computes = any(not IMPORTERS.isdisjoint(each.co_names) for each, _ in nested)
-    found = [(name, is_early) for each, is_run in nested for name, is_early in _imported(each, package or "", is_run)]
     named = (_NAME.match(text) for each, _ in nested for text in _texts(each.co_consts))
     texts = {name[1].replace(":", ".") for name in named if name}
+    found = [pair for each, is_run in nested for pair in _imported(each, package, is_run)]
     return Source(
         imports=frozenset(name for name, _ in found),
         early=frozenset(name for name, is_early in found if is_early),
@@ -145,18 +147,16 @@ def _nested(code: types.CodeType, is_run: bool = True) -> Iterator[tuple[types.C
             yield from _nested(const, is_run)
 
 
-_IMPORT_NAME = dis.opmap["IMPORT_NAME"]
-
-
-def _imported(code: types.CodeType, package: str, is_run: bool) -> Iterator[tuple[str, bool]]:
+def _imported(code: types.CodeType, package: str | None, is_run: bool) -> Iterator[tuple[str, bool]]:
     """Yields the names that a code imports: also ``module.name`` of ``from module import name``, which may be a module.
 
-    The second value is False for an import that only type checkers make.
+    The second value is False for an import that does not run, or that only type checkers make.
     """
     if _IMPORT_NAME not in code.co_code[::2]:
         # Instructions take long to list.
         return
-    constants: tuple[Any, Any] = (None, None)
+    level: Any = None
+    names: Any = None
     checked, checked_until = False, 0
     for instruction in dis.get_instructions(code):
         kind, value = instruction.opname, instruction.argval
@@ -165,25 +165,12 @@ def _imported(code: types.CodeType, package: str, is_run: bool) -> Iterator[tupl
         checked = value == "TYPE_CHECKING" or (checked and kind in ("TO_BOOL", "EXTENDED_ARG"))
         if kind in ("LOAD_CONST", "LOAD_SMALL_INT"):
             # The compiler pushes the level (0 for absolute imports), then the names, then imports.
-            constants = (constants[1], value)
+            level, names = names, value
         elif kind == "IMPORT_NAME":
-            level, chosen = constants
-            if level and not package:
-                continue
-            base = package.rsplit(".", level - 1)[0] if level > 1 else package
-            module = ".".join(filter(None, (base if level else "", value)))
-            for name in (module, *(f"{module}.{name}" for name in chosen or ())):
-                yield name, is_run and instruction.offset >= checked_until
-
-
-def names_in_classes(code: types.CodeType) -> set[str]:
-    """Returns the names that class bodies in a function read: defaults, annotations of methods, attributes.
-
-    cloudpickle finds only the globals that functions read.
-    """
-    bodies = [each for each, _ in _nested(code) if not each.co_flags & inspect.CO_OPTIMIZED]
-    kinds = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
-    return {each.argval for body in bodies for each in dis.get_instructions(body) if each.opname in kinds}
+            with contextlib.suppress(ImportError):
+                module = importlib.util.resolve_name("." * level + value, package)
+                for name in (module, *(f"{module}.{name}" for name in names or ())):
+                    yield name, is_run and instruction.offset >= checked_until
 
 
 @functools.lru_cache(maxsize=1024)

@@ -13,16 +13,22 @@ Inodes, times, retries, the location of a value, comments and the layout of sour
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
+import importlib
+import io
 import logging
 import os
+import pickle
 import re
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import cloudpickle
+from cloudpickle.cloudpickle import _dynamic_class_reduce, _extract_code_globals, dynamic_subimport
 
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
@@ -38,19 +44,30 @@ from rankzero.run.identity import (
     TRAIN,
     Identity,
 )
-from rankzero.submit.code_files import Modules, Needs, UserCode
-from rankzero.submit.code_source import digest_of_source
+from rankzero.submit.code_files import Modules, UserCode
+from rankzero.submit.code_modules import (
+    forget_places,
+    is_distributed,
+    is_importable,
+    is_sent_by_name,
+    is_sent_by_value,
+    reduce_wrapper,
+    travels,
+)
+from rankzero.submit.code_source import IMPORTERS, Source, digest_of_source, source_of_code
 from rankzero.submit.pack_content import Contents
-from rankzero.submit.pack_pickler import TrainingPickler
 from rankzero.submit.training import Program, bind, check_callable, name_of, resolve
 from rankzero.tracking.tracker import Tracker
+from rankzero.values import tensors
 from rankzero.values.pickled import Part, beside, pack
 from rankzero.values.ref import ResultRef, map_refs
 
 logger = logging.getLogger(__name__)
 
-_TEXT = re.compile(rb"\x8c(.)([A-Za-z_]\w*(?:[.:]\w+)*)", re.DOTALL)
-"""A short text in a pickle that may name something in a module, behind its length. One word rarely does."""
+_NAME = re.compile(rb"\x8c(.)([A-Za-z_]\w*(?:[.:]\w*)*)([%{]?)", re.DOTALL)
+"""A short text in a pickle, behind its length, that may name something in a module, or begin such a name."""
+
+_OF_THE_DRIVER = ("DataFrame", "SparkSession", "SparkContext", "RDD")
 
 
 @dataclass(frozen=True)
@@ -77,37 +94,27 @@ class Payload:
         self, world_size: NumProcesses, code_version: str | None = None, user_code: UserCode | None = None
     ) -> Identity:
         """Returns the identity of the training, equal in every process; ``code_version`` replaces all code in it."""
-        contents = Contents()
+        digest_of = Contents().digest_of
         parts = {NUM_PROCESSES: repr(world_size)}
         for name, value in self.arguments.items():
-            make = functools.partial(contents.digest_of, value)
-            parts[f"{ARGUMENT}{name}"] = _compared(f"the argument {name}", make)
+            parts[f"{ARGUMENT}{name}"] = _compared(f"the argument {name}", digest_of, value)
         if code_version is not None:
-            return Identity.of(parts, **{CODE_VERSION: _short(repr(code_version))})
+            version = hashlib.sha256(repr(code_version).encode()).hexdigest()
+            return Identity.of(parts, **{CODE_VERSION: version[:DIGITS]})
         if user_code and user_code.sent:
             parts[SENT_CODE] = user_code.sent[0][:DIGITS]
-        parts[TRAIN] = _compared("the function", lambda: _short(f"{self._own(contents)} {contents.code()}"))
+        if isinstance(self.training, Program) and self.training.kind == "script":
+            parts[TRAIN] = digest_of_source(self.training.source())[:DIGITS]
+        else:
+            parts[TRAIN] = _compared("the function", digest_of, self.training)
         parts |= {f"{MODULE}{name}": digest[:DIGITS] for name, digest in self.modules.counted.items()}
         return Identity.of(parts)
 
-    def _own(self, contents: Contents) -> str:
-        """Returns what counts as the function or program itself."""
-        train = self.training
-        if not isinstance(train, Program):
-            return contents.digest_of(train)
-        return (
-            digest_of_source(train.source()) if train.kind == "script" else repr((train.kind, train.target, train.line))
-        )
 
-
-def _short(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:DIGITS]
-
-
-def _compared(what: str, digest: Callable[[], str]) -> str:
+def _compared(what: str, digest_of: Callable[[object], str], value: object) -> str:
     """Returns a checksum; of what has none, since its class may do anything while it is pickled, another each time."""
     try:
-        return digest()[:DIGITS]
+        return digest_of(value)[:DIGITS]
     except Exception as error:
         logger.warning(
             "%s cannot be compared with that of another try, and counts as unchanged if an orchestrator tries again by "
@@ -139,43 +146,38 @@ def build(
     refs: list[ResultRef] = []
     map_refs([list(args), dict(kwargs), getattr(train, "launch_config", None)], refs.append)
     training = resolve(train)
-    if is_program := isinstance(training, Program):
-        name, needs, parts = training.name, training.needs(), _parts_of_program(training, args, kwargs)
-    else:
-        check_callable(training, args, kwargs)
-        name, needs = name_of(training), Needs()
-        parts = {"kind": "function", "name": name, "function": training, "args": args, "kwargs": kwargs}
-    arguments = bind(training, args, kwargs)
     buffers: list[memoryview] = []
     pickler, other = TrainingPickler(beside(buffers), is_alone=is_alone), TrainingPickler()
-    if restart_on:
-        try:
-            parts["restart_on"] = other.dumps(restart_on)
-        except Exception as error:
-            raise InvalidJobError(f"restart_on={restart_on!r} cannot be pickled: {error}") from error
-    try:
+    if isinstance(training, Program):
+        if kwargs:
+            raise InvalidJobError(
+                f"a {training.kind} takes positional arguments only, not {', '.join(sorted(kwargs))}: "
+                f"write '--{next(iter(kwargs))}', value"
+            )
+        name, needs, first = training.name, training.needs(), training.first
+        line = [value if isinstance(value, ResultRef) else str(value) for value in args]
+        parts = {**training.parts(), "args": (*training.line, *line)}
+    else:
+        check_callable(training, args, kwargs)
+        name, needs, first = name_of(training), Source(), None
+        parts = {"kind": "function", "name": name, "function": training, "args": args, "kwargs": kwargs}
         # Pickled last, when it is complete.
-        pickled = pickler.dumps(parts if is_program else parts | {"loaded": pickler.loaded})
+        parts["loaded"] = pickler.loaded
+    arguments = bind(training, args, kwargs)
+    try:
+        # A rank that fails loads the exceptions.
+        restart = {"restart_on": other.dumps(restart_on)} if restart_on else {}
+        pickled = pickler.dumps(restart | parts)
     except Exception as error:
-        culprit = _find_culprit(name, arguments, is_alone)
+        culprit = _find_culprit(name, arguments | {"restart_on": restart_on}, is_alone)
         raise InvalidJobError(f"{culprit} cannot be pickled: {error}", code="RZ-1004") from error
-    needs = needs if is_program else pickler.needs
-    texts = {text.decode().replace(":", ".") for length, text in _TEXT.findall(pickled) if length[0] == len(text)}
-    texts = {text for text in texts if needs.computes or "." in text}
-    needs.texts |= texts - pickler.by_value | other.needs.texts
-    needs.modules |= other.needs.modules
-    return Payload(name, pack(pickled, buffers), Modules(needs), refs, training, arguments)
-
-
-def _parts_of_program(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the payload of a program, which takes a command line."""
-    if kwargs:
-        raise InvalidJobError(
-            f"a {program.kind} takes positional arguments only, not {', '.join(sorted(kwargs))}: "
-            f"write '--{next(iter(kwargs))}', value"
-        )
-    line = tuple(value if isinstance(value, ResultRef) else str(value) for value in args)
-    return {**program.parts(), "args": (*program.line, *line)}
+    found = ((text, mark or length[0] == len(text)) for length, text, mark in _NAME.findall(pickled))
+    texts = {text.decode().replace(":", ".") for text, is_whole in found if is_whole}
+    if not any(each.encode() in pickled for each in IMPORTERS):
+        texts = {text for text in texts if "." in text}
+    imports = needs.imports | pickler.modules | other.modules
+    needs = Source(imports=imports, texts=needs.texts | (texts - pickler.by_value))
+    return Payload(name, pack(pickled, buffers), Modules(needs, first), refs, training, arguments)
 
 
 def _find_culprit(name: str, arguments: dict[str, Any], is_alone: bool) -> str:
@@ -206,3 +208,90 @@ def pack_trackers(trackers: Sequence[Tracker], engine: Engine) -> dict[str, Any]
             ) from error
     path = [] if engine.drives_elsewhere else [os.path.abspath(entry) for entry in sys.path]
     return {"pickles": pickles, "path": path} if pickles else None
+
+
+class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles what ranks get, and collects what it needs of the user's modules.
+
+    Attributes:
+        modules: Names that ranks import; some may be no modules.
+        by_value: Names in the pickle that are those of modules whose code it has.
+        loaded: Modules below these packages that this process has loaded: code reaches them by any attribute, so ranks
+            import them, too.
+    """
+
+    def __init__(
+        self, on_buffer: Callable[[pickle.PickleBuffer], bool] | None = None, *, is_alone: bool = True
+    ) -> None:
+        self._stream = io.BytesIO()
+        self._is_alone = is_alone
+        super().__init__(self._stream, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=on_buffer)
+        self.modules: set[str] = set()
+        self.by_value: set[object] = set()
+        self.loaded: list[str] = []
+
+    def dumps(self, obj: object) -> bytes:
+        """Pickles an object and collects what it needs of the user's modules."""
+        forget_places()
+        self.dump(obj)
+        return self._stream.getvalue()
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduces an object like cloudpickle, and collects the modules that it needs."""
+        return tensors.reduce(obj) or self._reduce(obj)
+
+    def _reduce(self, obj: Any) -> Any:
+        cls, module = type(obj), getattr(obj, "__module__", None)
+        if isinstance(obj, types.ModuleType):
+            return self._module(obj)
+        if cls.__module__.startswith("pyspark.") and cls.__name__ in _OF_THE_DRIVER:
+            raise pickle.PicklingError(
+                f"ranks have no Spark, and so no {cls.__name__}: give a DataFrame as Launcher(dataset=df), and "
+                "read it in the function with rankzero.train.get_dataset_shard()"
+            )
+        if cls.__module__ == "accelerate.state" and not self._is_alone:
+            raise pickle.PicklingError(
+                f"it holds accelerate's {cls.__name__}, the world of this process, and every rank would train "
+                "alone in it: make TrainingArguments or Accelerator inside of the training function"
+            )
+        is_by_name = not isinstance(obj, (type, types.FunctionType)) or is_sent_by_name(obj)
+        is_shipped = isinstance(module, str) and travels(module)
+        function = obj.launch_function if is_distributed(obj) else obj
+        if isinstance(function, types.FunctionType) and (is_shipped or not is_by_name):
+            self._note_imports(function)
+        if (reduced := reduce_wrapper(obj)) is not None:
+            return reduced
+        if is_importable(obj):
+            self.modules.add(str(module))
+        if is_by_name:
+            return super().reducer_override(obj)
+        # Not by cloudpickle's own decision, which knows nothing of the user's modules, and searches every loaded module
+        # for a function that names none, which takes milliseconds and triggers modules that load lazily.
+        self.by_value.add(module)
+        if isinstance(obj, type):
+            return _dynamic_class_reduce(obj)
+        self.by_value |= {obj.__globals__.get(name) for name in ("__name__", "__package__")}
+        return self._dynamic_function_reduce(obj)
+
+    def _module(self, module: types.ModuleType) -> Any:
+        name = module.__name__
+        if travels(name):
+            self._note({name})
+            return importlib.import_module, (name,)
+        if is_sent_by_value(name):
+            self.by_value |= {name, module.__package__}
+            return dynamic_subimport, (name, {key: each for key, each in vars(module).items() if key != "__builtins__"})
+        return NotImplemented
+
+    def _note_imports(self, function: types.FunctionType) -> None:
+        used = [function.__globals__.get(name) for name in _extract_code_globals(function.__code__)]
+        modules = {each.__name__ for each in used if isinstance(each, types.ModuleType)}
+        source = source_of_code(function.__code__, function.__globals__.get("__package__"))
+        self._note(source.imports.union(filter(travels, modules)))
+
+    def _note(self, names: Iterable[str]) -> None:
+        """Notes names that code imports, and the modules below those that this process has loaded."""
+        for package in filter(travels, {*names} - self.modules):
+            found = {name for name in list(sys.modules) if name.startswith(f"{package}.")}.difference(self.loaded)
+            self.loaded += sorted(filter(travels, found))
+        self.modules.update(names)

@@ -14,9 +14,8 @@ from typing import Any
 
 from rankzero.errors import InvalidJobError
 from rankzero.masking import MASK, Mask, hides, secrets_of, without_credentials
-from rankzero.submit.code_files import Needs
-from rankzero.submit.code_modules import forget_places, spec_of
-from rankzero.submit.code_source import source_of_file, to_code
+from rankzero.submit.code_modules import forget_places, is_distributed, spec_of
+from rankzero.submit.code_source import Source, source_of_file, to_code
 from rankzero.values.ref import ResultRef
 
 MODULE = "-m "
@@ -29,9 +28,9 @@ MAX_TEXT = 500
 """Characters to which a value is cut."""
 
 _BITS = 1024
-"""Most bits of an integer that is written out: more digits than Python writes would fail the submission."""
+"""Most bits of an integer that is shown: more digits than Python writes would fail the submission."""
 
-_ASSIGNED = re.compile(r"(?:--(?P<long>[^=]+)|[-+~]*(?P<name>\w[\w.@-]*))=(?P<value>.*)", re.DOTALL)
+_ASSIGNED = re.compile(r"[-+~]*(\w[\w.@-]*)=(.*)", re.DOTALL)
 """A word of a command line: ``--name=value``, or ``name=value`` as Hydra has it; not the path ``data/day=1``."""
 
 
@@ -60,19 +59,23 @@ class Program:
         with open(self.target, "rb") as file:
             return file.read()
 
-    def needs(self) -> Needs:
-        """Returns what the program needs of the user's modules. Raises InvalidJobError for a script with an error."""
-        if self.kind != "script":
-            # A package is run by its module `__main__`. The needs of a command are unknown.
-            names = {self.target, f"{self.target}.__main__"} if self.kind == "module" else set[str]()
-            return Needs(names, first=os.getcwd())
+    @property
+    def first(self) -> str:
+        """Returns the directory that is searched before `sys.path` for its modules."""
+        return os.path.dirname(self.target) if self.kind == "script" else os.getcwd()
+
+    def needs(self) -> Source:
+        """Returns the names of the modules it needs. Raises InvalidJobError for a script with an error."""
+        if self.kind == "command":
+            return Source()
+        if self.kind == "module":
+            # A package is run by its module `__main__`.
+            return Source(imports=frozenset({self.target, f"{self.target}.__main__"}))
         try:
             to_code(self.source(), self.target)
         except (SyntaxError, ValueError) as error:
             raise InvalidJobError(f"train={self.target!r} is not Python: {error}") from None
-        needs = Needs(first=os.path.dirname(self.target))
-        needs.add(source_of_file(self.target))
-        return needs
+        return source_of_file(self.target)
 
     def parts(self) -> dict[str, Any]:
         """Returns the payload's fields for ranks."""
@@ -93,10 +96,20 @@ def resolve(train: object) -> Any:
     """
     forget_places()
     if isinstance(train, (list, tuple)):
-        return _command(train)
+        if not train or not all(isinstance(word, (str, os.PathLike)) for word in train):
+            raise InvalidJobError(f"train is {train!r}; a command is a list of strings, such as ['bash', 'train.sh']")
+        line = tuple(os.fspath(word) for word in train)
+        return Program("command", line[0], line)
     if isinstance(train, str) and train.startswith(MODULE):
-        return _module(train)
-    if isinstance(train, os.PathLike) or (isinstance(train, str) and not is_module_reference(train)):
+        name = train.removeprefix(MODULE).strip()
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise InvalidJobError(f"train={train!r} names no module: write '-m package.module', its arguments apart")
+        root = name.partition(".")[0]
+        if not (spec_of(root, os.getcwd()) or importlib.util.find_spec(root)):
+            raise InvalidJobError(f"train={train!r}: there is no module {root!r} in the working directory or sys.path")
+        return Program("module", name)
+    is_reference = isinstance(train, str) and ":" in train and os.sep not in train and not train.endswith(".py")
+    if isinstance(train, (str, os.PathLike)) and not is_reference:
         path = os.fspath(train)
         absolute = os.path.abspath(os.path.expanduser(path))
         if not os.path.isfile(absolute):
@@ -104,29 +117,7 @@ def resolve(train: object) -> Any:
         return Program("script", absolute)
     found: Any = _function(train) if isinstance(train, str) else train
     # The plain function of `rankzero.distributed`: the launcher that was asked runs it.
-    return found.launch_function if hasattr(type(found), "launch_function") else found
-
-
-def is_module_reference(text: str) -> bool:
-    """Returns True for ``"package.module:function"`` and ``"-m package.module"``, False for the path of a script."""
-    return text.startswith(MODULE) or (":" in text and os.sep not in text and not text.endswith(".py"))
-
-
-def _command(words: list[Any] | tuple[Any, ...]) -> Program:
-    if not words or not all(isinstance(word, (str, os.PathLike)) for word in words):
-        raise InvalidJobError(f"train is {words!r}; a command is a list of strings, such as ['bash', 'train.sh']")
-    line = tuple(os.fspath(word) for word in words)
-    return Program("command", line[0], line)
-
-
-def _module(train: str) -> Program:
-    name = train.removeprefix(MODULE).strip()
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise InvalidJobError(f"train={train!r} names no module; write '-m package.module', and its arguments apart")
-    root = name.partition(".")[0]
-    if not (spec_of(root, os.getcwd()) or importlib.util.find_spec(root)):
-        raise InvalidJobError(f"train={train!r}: there is no module {root!r} in the working directory or sys.path")
-    return Program("module", name)
+    return found.launch_function if is_distributed(found) else found
 
 
 def _function(reference: str) -> object:
@@ -185,7 +176,8 @@ def params_of(
         env: The ranks' variables. Their secrets are masked, and those of the arguments and of URLs in them.
 
     Returns:
-        Values by name; for a dict among the arguments, each of its values by ``argument.key``.
+        Values by name; for a dict among the arguments, each of its values by ``argument.key``. All words of a command
+        line are one value, ``args``.
 
     Example:
         >>> def train(lr, *, model, token=""): ...
@@ -193,11 +185,10 @@ def params_of(
         {'lr': 0.1, 'model.layers': 2, 'model.weights': 'object', 'token': '***'}
     """
     if isinstance(training, Program):
-        named = dict(_of_line([str(word) for word in (*training.line, *args)]))
-    else:
-        named = bind(training, args, kwargs, all_of=True)
+        words = [str(word) for word in (*training.line, *args)]
+        return {"args": _plain("args", [*_masked(words)], Mask(secrets_of(env)))}
     flat: dict[str, Any] = {}
-    for name, value in named.items():
+    for name, value in bind(training, args, kwargs, all_of=True).items():
         is_dict = type(value) is dict and value
         flat |= {f"{name}.{key}": each for key, each in value.items()} if is_dict else {name: value}
     # A secret of one argument may be part of another.
@@ -206,7 +197,7 @@ def params_of(
 
 
 def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, all_of: bool = False) -> dict[str, Any]:
-    """Returns the arguments of a call by name; one without a name, as of a command line, has its position.
+    """Returns the arguments of a call by name; ``args`` and ``kwargs`` of a command line or a function in C as a whole.
 
     Args:
         function: The function or `Program`.
@@ -215,47 +206,40 @@ def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, all
         all_of: True for the defaults of those that were not given, too.
 
     Example:
-        >>> def train(lr, *layers, epochs): ...
+        >>> def train(lr, *layers, **options): ...
         >>> bind(train, (0.1, 8, 8), {"epochs": 3})
-        {'lr': 0.1, 'layers.0': 8, 'layers.1': 8, 'epochs': 3}
+        {'lr': 0.1, 'layers': (8, 8), 'epochs': 3}
     """
     try:
         bound = inspect.signature(function).bind(*args, **kwargs)
     except (TypeError, ValueError):
         # Some functions written in C have no signature.
-        return {**{f"#{number}": value for number, value in enumerate(args, 1)}, **kwargs}
+        return {"args": args, "kwargs": dict(kwargs)}
     if all_of:
         bound.apply_defaults()
     named: dict[str, Any] = {}
     for name, value in bound.arguments.items():
-        kind = bound.signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_KEYWORD:
+        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
             # The name of a positional-only parameter may also be that of an option.
             named |= {f"{name}.{key}" if key in named else key: each for key, each in value.items()}
-        elif kind is inspect.Parameter.VAR_POSITIONAL:
-            named |= {f"{name}.{number}": each for number, each in enumerate(value)}
         else:
             named[name] = value
     return named
 
 
-def _of_line(words: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yields ``--name value``, ``--name=value``, ``name=value`` and ``--flag`` by name, other words by position."""
-    number, rest = 0, [*words]
-    while rest:
-        word = rest.pop(0)
-        if assigned := _ASSIGNED.fullmatch(word):
-            yield assigned["long"] or assigned["name"], assigned["value"]
-        elif not word.startswith("--") or word == "--":
-            yield f"args.{number}", word
-            number += 1
+def _masked(words: list[str]) -> Iterator[str]:
+    """Yields the words of a command line, without the secrets behind ``--name``, ``--name=`` and ``name=``."""
+    for before, word in itertools.pairwise(["", *words]):
+        assigned = _ASSIGNED.fullmatch(word)
+        if before.startswith("-") and hides(before.lstrip("-"), word) and not word.startswith("--"):
+            yield MASK
         else:
-            yield word[2:], rest.pop(0) if rest and not rest[0].startswith("--") else True
+            yield word[: assigned.start(2)] + MASK if assigned and hides(assigned[1], assigned[2]) else word
 
 
 def _plain(name: str, value: Any, mask: Mask) -> Any:
     if isinstance(value, int) and value.bit_length() > _BITS:
-        return f"an integer of {value.bit_length()} bits"
+        return type(value).__name__
     if hides(name, value):
         return MASK
     if value is None or isinstance(value, (bool, int, float)):
