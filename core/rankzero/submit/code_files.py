@@ -8,21 +8,20 @@ installed modules, which the executors have. A source that imports an orchestrat
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import io
 import logging
 import os
 import re
-import stat
+import zipfile
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from rankzero.errors import InvalidJobError
-from rankzero.store import fingerprint
 from rankzero.submit.code_modules import ORCHESTRATORS, package_of, parents_of, spec_of, top_level_names
 from rankzero.submit.code_source import Source, source_of_file
+from rankzero.values.digest import digest_of_file
 
 logger = logging.getLogger(__name__)
 
@@ -43,34 +42,24 @@ _SECRETS = re.compile(
 """Names of data files, or folders of them, that may hold keys or passwords. Sources are shipped: they are imported."""
 
 
-class _File(NamedTuple):
-    """A file that is sent, as a key of caches: once it is changed, it has another fingerprint."""
-
-    path: str
-    size: int
-    mode: int
-    fingerprint: str
-
-
 class Bundle:
     """Files that are sent as one zip.
 
     Attributes:
-        files: The files by their names in the zip. The first one of a name counts, as on a search path.
+        files: The paths by their names in the zip. The first one of a name counts, as on a search path.
     """
 
     def __init__(self) -> None:
-        self.files: dict[str, _File] = {}
+        self.files: dict[str, str] = {}
         self._missed: set[str] = set()
 
     def add(self, name: str, path: str) -> None:
         """Adds a regular file."""
-        with contextlib.suppress(OSError):
-            # No zip has a name that is not UTF-8.
-            if (shown := os.fsencode(name).decode(errors="backslashreplace")) != name:
-                self._missed.add(shown)
-            elif name not in self.files and stat.S_ISREG((found := os.stat(path)).st_mode):
-                self.files[name] = _File(path, found.st_size, stat.S_IMODE(found.st_mode), fingerprint(found))
+        # No zip has a name that is not UTF-8.
+        if (shown := os.fsencode(name).decode(errors="backslashreplace")) != name:
+            self._missed.add(shown)
+        elif os.path.isfile(path):
+            self.files.setdefault(name, path)
 
     def add_folder(self, base: str, prefix: str, *, is_package: bool = True) -> None:
         """Adds the files of a folder that may be sent.
@@ -104,7 +93,8 @@ class Bundle:
 
     def digest(self, names: Iterable[str]) -> str:
         """Returns a checksum of some of the files, with their names and whether they are programs."""
-        facts = [(name, file.mode & 0o100, _digest_of_file(file)) for name in names if (file := self.files[name])]
+        paths = [(name, self.files[name]) for name in names]
+        facts = [(name, os.stat(path).st_mode & 0o100, digest_of_file(path)) for name, path in paths]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def zipped(self, what: str) -> bytes:
@@ -116,41 +106,25 @@ class Bundle:
         Raises:
             InvalidJobError: the files are larger than `LIMIT`.
         """
-        if (total := sum(file.size for file in self.files.values())) > LIMIT:
-            name, file = max(self.files.items(), key=lambda item: item[1].size)
+        sizes = {name: os.path.getsize(path) for name, path in self.files.items()}
+        if (total := sum(sizes.values())) > LIMIT:
+            largest = max(sizes, key=sizes.__getitem__)
             raise InvalidJobError(
                 f"{what} hold {total >> 20} MiB, over the limit of {LIMIT >> 20} MiB that travel with a job; the "
-                f"largest is {name} ({file.size >> 20} MiB): name what stays in {IGNORE_FILE} in its folder, or put it "
-                "where the ranks run"
+                f"largest is {largest} ({sizes[largest] >> 20} MiB): name what stays in {IGNORE_FILE} in its folder, "
+                "or put it where the ranks run"
             )
         if self._missed:
             named = ", ".join(sorted(self._missed))
             logger.warning(
                 "%s do not travel with the job: links to folders, names that are not UTF-8, or possible secrets", named
             )
-        return _zip(tuple(sorted(self.files.items())))
-
-
-@functools.lru_cache(maxsize=4096)
-def _digest_of_file(file: _File) -> str:
-    with open(file.path, "rb") as data:
-        return hashlib.file_digest(data, "sha256").hexdigest()
-
-
-@functools.lru_cache(maxsize=2)
-def _zip(files: tuple[tuple[str, _File], ...]) -> bytes:
-    """Returns a zip of files, each given by its name there.
-
-    They are not compressed: that makes a third of the bytes, and takes six times as long here.
-    The last ones are kept: the next training mostly needs the same.
-    """
-    import zipfile
-
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", strict_timestamps=False) as archive:
-        for name, file in files:
-            archive.write(file.path, name)
-    return buffer.getvalue()
+        buffer = io.BytesIO()
+        # Not compressed: that makes a third of the bytes, and takes six times as long here.
+        with zipfile.ZipFile(buffer, "w", strict_timestamps=False) as archive:
+            for name, path in self.files.items():
+                archive.write(path, name)
+        return buffer.getvalue()
 
 
 def _matcher(ignore_file: str) -> Any:
@@ -202,7 +176,7 @@ class Modules:
                 if data := [name for name in files if not name.endswith(".py")]:
                     self.counted[f"{root} (data files)"] = bundle.digest(data)
                 for name in sorted({*files}.difference(data)):
-                    path, module = bundle.files[name].path, name[:-3].removesuffix(os.sep + "__init__")
+                    path, module = bundle.files[name], name[:-3].removesuffix(os.sep + "__init__")
                     module = module.replace(os.sep, ".")
                     source = source_of_file(path, package_of(module, path))
                     waiting.append(source)

@@ -14,7 +14,7 @@ from typing import Any
 
 from rankzero.errors import InvalidJobError
 from rankzero.masking import MASK, Mask, hides, secrets_of, without_credentials
-from rankzero.submit.code_modules import forget_places, is_distributed, spec_of
+from rankzero.submit.code_modules import forget_places, is_distributed, is_importable, spec_of
 from rankzero.submit.code_source import Source, source_of_file, to_code
 from rankzero.values.ref import ResultRef
 
@@ -116,8 +116,8 @@ def resolve(train: object) -> Any:
             raise InvalidJobError(f"train={path!r}: there is no such script (looked at {absolute})", code="RZ-1005")
         return Program("script", absolute)
     found: Any = _function(train) if isinstance(train, str) else train
-    # The plain function of `rankzero.distributed`: the launcher that was asked runs it.
-    return found.launch_function if is_distributed(found) else found
+    # In ranks, what `rankzero.distributed` has made of a function is the plain function.
+    return found.launch_function if is_distributed(found) and not is_importable(found) else found
 
 
 def _function(reference: str) -> object:
