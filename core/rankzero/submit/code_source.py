@@ -53,6 +53,9 @@ class Source(NamedTuple):
     texts: frozenset[str] = frozenset()
 
 
+NOTHING = Source()
+
+
 def source_of_file(path: str, package: str = "") -> Source:
     """Returns the facts about a file, whose relative imports begin at a package. Raises OSError."""
     return _of_file(path, store.fingerprint(path), package)
@@ -66,7 +69,7 @@ def _of_file(path: str, _fingerprint: str, package: str) -> Source:
         # Not kept beside the facts.
         found = source_of_code.__wrapped__(to_code(source, path, optimize=0), package)
     except (SyntaxError, ValueError):
-        found = Source()
+        found = NOTHING
     return found._replace(digest=digest_of_source(source))
 
 

@@ -33,17 +33,8 @@ from cloudpickle.cloudpickle import _dynamic_class_reduce, _extract_code_globals
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
 from rankzero.kinds import NumProcesses
-from rankzero.run.identity import (
-    ARGUMENT,
-    CODE_VERSION,
-    DIGITS,
-    MODULE,
-    NUM_PROCESSES,
-    RESISTS,
-    SENT_CODE,
-    TRAIN,
-    Identity,
-)
+from rankzero.run import identity
+from rankzero.run.identity import DIGITS, Identity
 from rankzero.submit.code_files import Modules, UserCode
 from rankzero.submit.code_modules import (
     forget_places,
@@ -54,7 +45,7 @@ from rankzero.submit.code_modules import (
     reduce_wrapper,
     travels,
 )
-from rankzero.submit.code_source import IMPORTERS, Source, digest_of_source, source_of_code
+from rankzero.submit.code_source import IMPORTERS, NOTHING, Source, digest_of_source, source_of_code
 from rankzero.submit.pack_content import Contents
 from rankzero.submit.training import Program, bind, check_callable, name_of, resolve
 from rankzero.tracking.tracker import Tracker
@@ -94,20 +85,23 @@ class Payload:
         self, world_size: NumProcesses, code_version: str | None = None, user_code: UserCode | None = None
     ) -> Identity:
         """Returns the identity of the training, equal in every process; ``code_version`` replaces all code in it."""
-        digest_of = Contents().digest_of
-        parts = {NUM_PROCESSES: repr(world_size)}
+        digest_of, train = Contents().digest_of, self.training
+        parts = {identity.NUM_PROCESSES: repr(world_size)}
         for name, value in self.arguments.items():
-            parts[f"{ARGUMENT}{name}"] = _compared(f"the argument {name}", digest_of, value)
+            parts[f"{identity.ARGUMENT}{name}"] = _compared(f"the argument {name}", digest_of, value)
         if code_version is not None:
             version = hashlib.sha256(repr(code_version).encode()).hexdigest()
-            return Identity.of(parts, **{CODE_VERSION: version[:DIGITS]})
+            return Identity.of(parts, **{identity.CODE_VERSION: version[:DIGITS]})
         if user_code and user_code.sent:
-            parts[SENT_CODE] = user_code.sent[0][:DIGITS]
-        if isinstance(self.training, Program) and self.training.kind == "script":
-            parts[TRAIN] = digest_of_source(self.training.source())[:DIGITS]
+            parts[identity.SENT_CODE] = user_code.sent[0][:DIGITS]
+        if isinstance(train, Program):
+            # Where a script lies does not count.
+            facts = (train.kind, train.target, train.line)
+            own = digest_of_source(train.source) if train.kind == "script" else digest_of(facts)
+            parts[identity.TRAIN] = own[:DIGITS]
         else:
-            parts[TRAIN] = _compared("the function", digest_of, self.training)
-        parts |= {f"{MODULE}{name}": digest[:DIGITS] for name, digest in self.modules.counted.items()}
+            parts[identity.TRAIN] = _compared("the function", digest_of, train)
+        parts |= {f"{identity.MODULE}{name}": digest[:DIGITS] for name, digest in self.modules.counted.items()}
         return Identity.of(parts)
 
 
@@ -123,7 +117,7 @@ def _compared(what: str, digest_of: Callable[[object], str], value: object) -> s
             type(error).__name__,
             (str(error).splitlines() or [""])[0],
         )
-        return RESISTS + secrets.token_hex(DIGITS // 2)
+        return identity.RESISTS + secrets.token_hex(DIGITS // 2)
 
 
 def build(
@@ -154,12 +148,14 @@ def build(
                 f"a {training.kind} takes positional arguments only, not {', '.join(sorted(kwargs))}: "
                 f"write '--{next(iter(kwargs))}', value"
             )
-        name, needs, first = training.name, training.needs(), training.first
+        name, needs, first = training.name, training.needs, training.first
         line = [value if isinstance(value, ResultRef) else str(value) for value in args]
-        parts = {**training.parts(), "args": (*training.line, *line)}
+        parts: dict[str, Any] = {"kind": training.kind, "args": (*training.line, *line)}
+        is_script = training.kind == "script"
+        parts |= {"path": training.target, "source": training.source} if is_script else {"name": training.target}
     else:
         check_callable(training, args, kwargs)
-        name, needs, first = name_of(training), Source(), None
+        name, needs, first = name_of(training), NOTHING, None
         parts = {"kind": "function", "name": name, "function": training, "args": args, "kwargs": kwargs}
         # Pickled last, when it is complete.
         parts["loaded"] = pickler.loaded

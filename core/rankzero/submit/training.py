@@ -15,17 +15,14 @@ from typing import Any
 from rankzero.errors import InvalidJobError
 from rankzero.masking import MASK, Mask, hides, secrets_of, without_credentials
 from rankzero.submit.code_modules import forget_places, is_distributed, is_importable, spec_of
-from rankzero.submit.code_source import Source, source_of_file, to_code
+from rankzero.submit.code_source import NOTHING, Source, source_of_file, to_code
 from rankzero.values.ref import ResultRef
 
 MODULE = "-m "
 """Prefix of a ``train`` that names a module to run, as for ``python`` and ``torchrun``."""
 
-MAX_PARAMS = 200
-"""Most arguments of a training that are shown."""
-
 MAX_TEXT = 500
-"""Characters to which a value is cut."""
+"""Characters to which a value is cut that is shown."""
 
 _BITS = 1024
 """Most bits of an integer that is shown: more digits than Python writes would fail the submission."""
@@ -43,45 +40,22 @@ class Program:
             ``--no-python``.
         target: Absolute path of the script, name of the module, or the program.
         line: The first words of the command line, of which the first is a command's program.
+        source: The text of a script.
+        needs: The names of the modules that a script or module needs.
+        first: The directory that is searched before `sys.path` for them.
     """
 
     kind: str
     target: str
     line: tuple[str, ...] = ()
+    source: bytes = b""
+    needs: Source = NOTHING
+    first: str | None = None
 
     @property
     def name(self) -> str:
         """Returns the name that people see."""
         return self.target if self.kind == "module" else os.path.basename(self.target)
-
-    def source(self) -> bytes:
-        """Returns the text of a script."""
-        with open(self.target, "rb") as file:
-            return file.read()
-
-    @property
-    def first(self) -> str:
-        """Returns the directory that is searched before `sys.path` for its modules."""
-        return os.path.dirname(self.target) if self.kind == "script" else os.getcwd()
-
-    def needs(self) -> Source:
-        """Returns the names of the modules it needs. Raises InvalidJobError for a script with an error."""
-        if self.kind == "command":
-            return Source()
-        if self.kind == "module":
-            # A package is run by its module `__main__`.
-            return Source(imports=frozenset({self.target, f"{self.target}.__main__"}))
-        try:
-            to_code(self.source(), self.target)
-        except (SyntaxError, ValueError) as error:
-            raise InvalidJobError(f"train={self.target!r} is not Python: {error}") from None
-        return source_of_file(self.target)
-
-    def parts(self) -> dict[str, Any]:
-        """Returns the payload's fields for ranks."""
-        if self.kind == "script":
-            return {"kind": self.kind, "path": self.target, "source": self.source()}
-        return {"kind": self.kind, "name": self.target}
 
 
 def resolve(train: object) -> Any:
@@ -101,20 +75,26 @@ def resolve(train: object) -> Any:
         line = tuple(os.fspath(word) for word in train)
         return Program("command", line[0], line)
     if isinstance(train, str) and train.startswith(MODULE):
-        name = train.removeprefix(MODULE).strip()
+        name, here = train.removeprefix(MODULE).strip(), os.getcwd()
         if not all(part.isidentifier() for part in name.split(".")):
             raise InvalidJobError(f"train={train!r} names no module: write '-m package.module', its arguments apart")
         root = name.partition(".")[0]
-        if not (spec_of(root, os.getcwd()) or importlib.util.find_spec(root)):
+        if not (spec_of(root, here) or importlib.util.find_spec(root)):
             raise InvalidJobError(f"train={train!r}: there is no module {root!r} in the working directory or sys.path")
-        return Program("module", name)
+        # A package is run by its module `__main__`.
+        return Program("module", name, needs=Source(imports=frozenset({name, f"{name}.__main__"})), first=here)
     is_reference = isinstance(train, str) and ":" in train and os.sep not in train and not train.endswith(".py")
     if isinstance(train, (str, os.PathLike)) and not is_reference:
-        path = os.fspath(train)
-        absolute = os.path.abspath(os.path.expanduser(path))
-        if not os.path.isfile(absolute):
-            raise InvalidJobError(f"train={path!r}: there is no such script (looked at {absolute})", code="RZ-1005")
-        return Program("script", absolute)
+        path = os.path.abspath(os.path.expanduser(os.fspath(train)))
+        if not os.path.isfile(path):
+            raise InvalidJobError(f"train={train!r}: there is no such script (looked at {path})", code="RZ-1005")
+        with open(path, "rb") as file:
+            source = file.read()
+        try:
+            to_code(source, path)
+        except (SyntaxError, ValueError) as error:
+            raise InvalidJobError(f"train={path!r} is not Python: {error}") from None
+        return Program("script", path, (), source, source_of_file(path), os.path.dirname(path))
     found: Any = _function(train) if isinstance(train, str) else train
     # In ranks, what `rankzero.distributed` has made of a function is the plain function.
     return found.launch_function if is_distributed(found) and not is_importable(found) else found
@@ -167,7 +147,7 @@ def name_of(function: object) -> str:
 def params_of(
     training: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], env: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns the arguments of a call as short plain values, with the defaults of those that were not given.
+    """Returns the arguments of a call as short plain values by name; ``args`` has all words of a command line.
 
     Args:
         training: The result of `resolve`.
@@ -175,35 +155,21 @@ def params_of(
         kwargs: Keyword arguments.
         env: The ranks' variables. Their secrets are masked, and those of the arguments and of URLs in them.
 
-    Returns:
-        Values by name; for a dict among the arguments, each of its values by ``argument.key``. All words of a command
-        line are one value, ``args``.
-
     Example:
         >>> def train(lr, *, model, token=""): ...
         >>> params_of(train, (0.1,), {"model": {"layers": 2, "weights": object()}, "token": "geheim"}, {})
-        {'lr': 0.1, 'model.layers': 2, 'model.weights': 'object', 'token': '***'}
+        {'lr': 0.1, 'model': "{'layers': 2, 'weights': 'object'}", 'token': '***'}
     """
+    named = bind(training, args, kwargs)
     if isinstance(training, Program):
-        words = [str(word) for word in (*training.line, *args)]
-        return {"args": _plain("args", [*_masked(words)], Mask(secrets_of(env)))}
-    flat: dict[str, Any] = {}
-    for name, value in bind(training, args, kwargs, all_of=True).items():
-        is_dict = type(value) is dict and value
-        flat |= {f"{name}.{key}": each for key, each in value.items()} if is_dict else {name: value}
+        named = {"args": [*_masked([str(word) for word in (*training.line, *args)])]}
     # A secret of one argument may be part of another.
-    mask = Mask(secrets_of(env) + secrets_of(flat))
-    return {name: _plain(name, value, mask) for name, value in itertools.islice(flat.items(), MAX_PARAMS)}
+    mask = Mask(secrets_of(env) + secrets_of(named))
+    return {name: _plain(name, value, mask) for name, value in named.items()}
 
 
-def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, all_of: bool = False) -> dict[str, Any]:
-    """Returns the arguments of a call by name; ``args`` and ``kwargs`` of a command line or a function in C as a whole.
-
-    Args:
-        function: The function or `Program`.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        all_of: True for the defaults of those that were not given, too.
+def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the given arguments of a call by name; those of a command line or a function in C as a whole.
 
     Example:
         >>> def train(lr, *layers, **options): ...
@@ -215,8 +181,6 @@ def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, all
     except (TypeError, ValueError):
         # Some functions written in C have no signature.
         return {"args": args, "kwargs": dict(kwargs)}
-    if all_of:
-        bound.apply_defaults()
     named: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
@@ -246,6 +210,9 @@ def _plain(name: str, value: Any, mask: Mask) -> Any:
         return value
     if isinstance(value, ResultRef):
         return value.uri
-    if isinstance(value, (list, tuple)) and all(isinstance(item, (str, bool, int, float)) for item in value[:MAX_TEXT]):
+    if isinstance(value, (list, tuple)):
         value = str([_plain("", item, mask) for item in value[:MAX_TEXT]])
+    if isinstance(value, dict):
+        shown = itertools.islice(value.items(), MAX_TEXT)
+        value = str({str(key): _plain(str(key), each, mask) for key, each in shown})
     return without_credentials(mask.text(value))[:MAX_TEXT] if isinstance(value, str) else type(value).__name__
