@@ -119,27 +119,6 @@ def test_functions_travel_by_value(
     assert run_elsewhere(pack.build(function, args, kwargs), tmp_path) == value
 
 
-NOTEBOOK = """
-import threading
-from typing import Any
-
-LIMIT = 3
-LOCK = threading.Lock()
-
-def train():
-    class Net:
-        limit = LIMIT
-        # Its own, not the global of that name, which does not pickle.
-        LOCK = 1
-        size = LOCK + 1
-
-        def forward(self, x: Any) -> Any:
-            return x
-
-    return Net.limit, Net.size
-"""
-
-
 CACHED = """
 import functools
 
@@ -169,12 +148,6 @@ def test_cached_functions_of_a_notebook_travel_with_an_empty_cache(tmp_path: Pat
     expected = notebook["train"]()
     found = run_elsewhere(pack.build(notebook["train"], (), {}), tmp_path)
     assert found == str((55, {"maxsize": 3, "typed": False}, 1.0, 1, {"lr": 0.5})) == str(expected)
-
-
-def test_a_class_in_a_function_of_a_notebook_finds_what_its_body_names(tmp_path: Path) -> None:
-    notebook: dict[str, Any] = {"__name__": "__main__"}
-    exec(NOTEBOOK, notebook)
-    assert run_elsewhere(pack.build(notebook["train"], (), {}), tmp_path) == "(3, 2)"
 
 
 @pytest.fixture

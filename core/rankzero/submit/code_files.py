@@ -62,13 +62,7 @@ class Bundle:
             self.files.setdefault(name, path)
 
     def add_folder(self, base: str, prefix: str, *, is_package: bool = True) -> None:
-        """Adds the files of a folder that may be sent.
-
-        Args:
-            base: The folder.
-            prefix: First part of all names.
-            is_package: False for a folder of which only packages have other files than sources.
-        """
+        """Adds the files of a folder that may be sent; of one that is no package, data files of packages alone."""
         ignored = _matcher(os.path.join(base, IGNORE_FILE))
         packages: set[str] = set()
         for directory, children, names in os.walk(base):
@@ -100,11 +94,7 @@ class Bundle:
     def zipped(self, what: str) -> bytes:
         """Returns the zip, and logs the names of what does not travel, since ranks may miss it.
 
-        Args:
-            what: The name of the files for errors.
-
-        Raises:
-            InvalidJobError: the files are larger than `LIMIT`.
+        Raises InvalidJobError, which names the files so, if they are larger than `LIMIT`.
         """
         sizes = {name: os.path.getsize(path) for name, path in self.files.items()}
         if (total := sum(sizes.values())) > LIMIT:
@@ -152,15 +142,7 @@ class Modules:
     """
 
     def __init__(self, needs: Source, first: str | None = None) -> None:
-        """Finds the files.
-
-        Args:
-            needs: The names by which the code reaches modules.
-            first: A directory that is searched before `sys.path`, such as that of a script.
-
-        Raises:
-            InvalidJobError: the files are larger than `LIMIT`.
-        """
+        """Finds the files, first in a directory that is given. Raises InvalidJobError like `Bundle.zipped`."""
         self.counted: dict[str, str] = {}
         bundle, waiting, found = Bundle(), [needs], set[str]()
         reached, aside = needs.imports | needs.texts, dict[str, str]()

@@ -49,10 +49,7 @@ def _is_install_target(directory: str) -> bool:
 def spec_of(root: str, first: str | None = None) -> Any:
     """Returns the spec of a user's top-level module that can be found by its name, else None. Imports nothing.
 
-    Args:
-        root: Name of the module.
-        first: A directory that is searched before `sys.path`, such as that of a script. `sys.path` itself is not
-            changed, since other threads import meanwhile.
+    A directory may be searched before `sys.path`, which is not changed, since other threads import meanwhile.
     """
     spec = None if root in NEVER_SHIPPED else _find(root, None if first is None else (first, *sys.path))
     if spec is None:

@@ -114,12 +114,7 @@ def _words(source: str) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=1024)
 def source_of_code(code: types.CodeType, package: str | None) -> Source:
-    """Returns the facts about the code of a file or function, and of the functions and classes in it.
-
-    Args:
-        code: The code.
-        package: Name of the package that its relative imports begin at.
-    """
+    """Returns the facts about code with the functions and classes in it; relative imports begin at the package."""
     nested = list(_nested(code))
     computes = any(not IMPORTERS.isdisjoint(each.co_names) for each, _ in nested)
     named = (_NAME.match(text) for each, _ in nested for text in _texts(each.co_consts))

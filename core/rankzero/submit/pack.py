@@ -1,13 +1,9 @@
 """Packs a function or script, its arguments and the user's modules that they need, and names the training by them.
 
-All that is sent counts. The user's own modules (all that are not installed) need not exist where the ranks run:
-
-* a module that can be imported by its name is sent as files, in ``modules.zip``, with its whole package and those that
-  this imports in turn; its functions and classes are pickled by reference, so that each exists once;
-* ``__main__``, notebooks, DAG files under synthetic names, and modules that import an orchestrator, which executors do
-  not have, are pickled by value, as far as the function refers to them.
-
-Inodes, times, retries, the location of a value, comments and the layout of sources do not count.
+All that is sent counts. The user's modules, which need not exist where the ranks run, are sent as files if they can be
+imported by their names; then their functions and classes are pickled by reference, so that each exists once. All other
+code of the user is pickled by value, as far as the function refers to it. Inodes, times, retries, the location of a
+value, comments and the layout of sources do not count.
 """
 
 from __future__ import annotations
@@ -35,16 +31,8 @@ from rankzero.errors import InvalidJobError
 from rankzero.kinds import NumProcesses
 from rankzero.run import identity
 from rankzero.run.identity import DIGITS, Identity
+from rankzero.submit import code_modules
 from rankzero.submit.code_files import Modules, UserCode
-from rankzero.submit.code_modules import (
-    forget_places,
-    is_distributed,
-    is_importable,
-    is_sent_by_name,
-    is_sent_by_value,
-    reduce_wrapper,
-    travels,
-)
 from rankzero.submit.code_source import IMPORTERS, NOTHING, Source, digest_of_source, source_of_code
 from rankzero.submit.pack_content import Contents
 from rankzero.submit.training import Program, bind, check_callable, name_of, resolve
@@ -228,7 +216,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def dumps(self, obj: object) -> bytes:
         """Pickles an object and collects what it needs of the user's modules."""
-        forget_places()
+        code_modules.forget_places()
         self.dump(obj)
         return self._stream.getvalue()
 
@@ -250,14 +238,14 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
                 f"it holds accelerate's {cls.__name__}, the world of this process, and every rank would train "
                 "alone in it: make TrainingArguments or Accelerator inside of the training function"
             )
-        is_by_name = not isinstance(obj, (type, types.FunctionType)) or is_sent_by_name(obj)
-        is_shipped = isinstance(module, str) and travels(module)
-        function = obj.launch_function if is_distributed(obj) else obj
+        is_by_name = not isinstance(obj, (type, types.FunctionType)) or code_modules.is_sent_by_name(obj)
+        is_shipped = isinstance(module, str) and code_modules.travels(module)
+        function = obj.launch_function if code_modules.is_distributed(obj) else obj
         if isinstance(function, types.FunctionType) and (is_shipped or not is_by_name):
             self._note_imports(function)
-        if (reduced := reduce_wrapper(obj)) is not None:
+        if (reduced := code_modules.reduce_wrapper(obj)) is not None:
             return reduced
-        if is_importable(obj):
+        if code_modules.is_importable(obj):
             self.modules.add(str(module))
         if is_by_name:
             return super().reducer_override(obj)
@@ -271,10 +259,10 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _module(self, module: types.ModuleType) -> Any:
         name = module.__name__
-        if travels(name):
+        if code_modules.travels(name):
             self._note({name})
             return importlib.import_module, (name,)
-        if is_sent_by_value(name):
+        if code_modules.is_sent_by_value(name):
             self.by_value |= {name, module.__package__}
             return dynamic_subimport, (name, {key: each for key, each in vars(module).items() if key != "__builtins__"})
         return NotImplemented
@@ -283,11 +271,11 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         used = [function.__globals__.get(name) for name in _extract_code_globals(function.__code__)]
         modules = {each.__name__ for each in used if isinstance(each, types.ModuleType)}
         source = source_of_code(function.__code__, function.__globals__.get("__package__"))
-        self._note(source.imports.union(filter(travels, modules)))
+        self._note(source.imports.union(filter(code_modules.travels, modules)))
 
     def _note(self, names: Iterable[str]) -> None:
         """Notes names that code imports, and the modules below those that this process has loaded."""
-        for package in filter(travels, {*names} - self.modules):
+        for package in filter(code_modules.travels, {*names} - self.modules):
             found = {name for name in list(sys.modules) if name.startswith(f"{package}.")}.difference(self.loaded)
-            self.loaded += sorted(filter(travels, found))
+            self.loaded += sorted(filter(code_modules.travels, found))
         self.modules.update(names)

@@ -165,6 +165,13 @@ def params_of(
         named = {"args": [*_masked([str(word) for word in (*training.line, *args)])]}
     # A secret of one argument may be part of another.
     mask = Mask(secrets_of(env) + secrets_of(named))
+    for name, value in named.items():
+        # Not deeper: a value may hold itself.
+        if isinstance(value, (list, tuple)):
+            named[name] = str([_plain(name, item, mask) for item in value[:MAX_TEXT]])
+        elif isinstance(value, dict):
+            shown = itertools.islice(value.items(), MAX_TEXT)
+            named[name] = str({str(key): _plain(str(key), each, mask) for key, each in shown})
     return {name: _plain(name, value, mask) for name, value in named.items()}
 
 
@@ -210,9 +217,4 @@ def _plain(name: str, value: Any, mask: Mask) -> Any:
         return value
     if isinstance(value, ResultRef):
         return value.uri
-    if isinstance(value, (list, tuple)):
-        value = str([_plain("", item, mask) for item in value[:MAX_TEXT]])
-    if isinstance(value, dict):
-        shown = itertools.islice(value.items(), MAX_TEXT)
-        value = str({str(key): _plain(str(key), each, mask) for key, each in shown})
     return without_credentials(mask.text(value))[:MAX_TEXT] if isinstance(value, str) else type(value).__name__
