@@ -117,6 +117,12 @@ def test_a_text_that_names_a_module_counts_with_its_package(package: Path, text:
     assert compare(before, after).differing == (f"module {package.name}.other",)
 
 
+def test_a_word_counts_that_a_function_of_a_module_may_import(package: Path) -> None:
+    name = f"{package.name}_job"
+    write(package.parent / f"{name}.py", "import importlib\ndef train(name):\n    importlib.import_module(name)\n")
+    assert f"{package.name}.models" in build(load_module(name).train, (package.name,), {}).modules.counted
+
+
 def test_many_texts_cost_no_search_for_a_module_each(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[str] = []
 

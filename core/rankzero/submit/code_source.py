@@ -45,12 +45,14 @@ class Source(NamedTuple):
         imports: Absolute names that it imports anywhere; some may be no modules.
         early: Those of them that are imported when the file is imported itself.
         texts: Texts in it that may name something in a module, or begin such a name.
+        computes: True if it names one of `IMPORTERS`, and so may import by any text.
     """
 
     digest: str = ""
     imports: frozenset[str] = frozenset()
     early: frozenset[str] = frozenset()
     texts: frozenset[str] = frozenset()
+    computes: bool = False
 
 
 NOTHING = Source()
@@ -124,6 +126,7 @@ def source_of_code(code: types.CodeType, package: str | None) -> Source:
         imports=frozenset(name for name, _ in found),
         early=frozenset(name for name, is_early in found if is_early),
         texts=frozenset(text for text in texts if computes or "." in text),
+        computes=computes,
     )
 
 

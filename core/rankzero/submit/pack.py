@@ -157,7 +157,8 @@ def build(
         raise InvalidJobError(f"{culprit} cannot be pickled: {error}", code="RZ-1004") from error
     found = ((text, mark or length[0] == len(text)) for length, text, mark in _NAME.findall(pickled))
     texts = {text.decode().replace(":", ".") for text, is_whole in found if is_whole}
-    if not any(each.encode() in pickled for each in IMPORTERS):
+    # Under another name, an importer itself is in the pickle.
+    if not (needs.computes or pickler.computes or any(each.encode() in pickled for each in IMPORTERS)):
         texts = {text for text in texts if "." in text}
     imports = needs.imports | pickler.modules | other.modules
     needs = Source(imports=imports, texts=needs.texts | (texts - pickler.by_value))
@@ -200,6 +201,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
     Attributes:
         modules: Names that ranks import; some may be no modules.
         by_value: Names in the pickle that are those of modules whose code it has.
+        computes: True if a function in it may import by any text.
         loaded: Modules below these packages that this process has loaded: code reaches them by any attribute, so ranks
             import them, too.
     """
@@ -212,6 +214,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(self._stream, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=on_buffer)
         self.modules: set[str] = set()
         self.by_value: set[object] = set()
+        self.computes = False
         self.loaded: list[str] = []
 
     def dumps(self, obj: object) -> bytes:
@@ -271,11 +274,12 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         used = [function.__globals__.get(name) for name in _extract_code_globals(function.__code__)]
         modules = {each.__name__ for each in used if isinstance(each, types.ModuleType)}
         source = source_of_code(function.__code__, function.__globals__.get("__package__"))
+        self.computes |= source.computes
         self._note(source.imports.union(filter(code_modules.travels, modules)))
 
     def _note(self, names: Iterable[str]) -> None:
         """Notes names that code imports, and the modules below those that this process has loaded."""
-        for package in filter(code_modules.travels, {*names} - self.modules):
+        for package in filter(code_modules.travels, names):
             found = {name for name in list(sys.modules) if name.startswith(f"{package}.")}.difference(self.loaded)
             self.loaded += sorted(filter(code_modules.travels, found))
         self.modules.update(names)

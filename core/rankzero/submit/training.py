@@ -147,7 +147,7 @@ def name_of(function: object) -> str:
 def params_of(
     training: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], env: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns the arguments of a call as short plain values by name; ``args`` has all words of a command line.
+    """Returns the arguments of a call, with defaults, as short plain values; ``args`` has all words of a command line.
 
     Args:
         training: The result of `resolve`.
@@ -160,7 +160,7 @@ def params_of(
         >>> params_of(train, (0.1,), {"model": {"layers": 2, "weights": object()}, "token": "geheim"}, {})
         {'lr': 0.1, 'model': "{'layers': 2, 'weights': 'object'}", 'token': '***'}
     """
-    named = bind(training, args, kwargs)
+    named = bind(training, args, kwargs, all_of=True)
     if isinstance(training, Program):
         named = {"args": [*_masked([str(word) for word in (*training.line, *args)])]}
     # A secret of one argument may be part of another.
@@ -175,8 +175,8 @@ def params_of(
     return {name: _plain(name, value, mask) for name, value in named.items()}
 
 
-def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the given arguments of a call by name; those of a command line or a function in C as a whole.
+def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, all_of: bool = False) -> dict[str, Any]:
+    """Returns the arguments of a call by name, and the defaults of others; of a command line or in C as a whole.
 
     Example:
         >>> def train(lr, *layers, **options): ...
@@ -188,6 +188,8 @@ def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dic
     except (TypeError, ValueError):
         # Some functions written in C have no signature.
         return {"args": args, "kwargs": dict(kwargs)}
+    if all_of:
+        bound.apply_defaults()
     named: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:

@@ -12,6 +12,9 @@ from rankzero.submit.training import MAX_TEXT, Program, params_of
 def train(lr: float, *layers: int, model: dict[str, Any] | None = None, **more: Any) -> None: ...
 
 
+NONE = {"layers": "[]", "model": None}
+
+
 def of_line(*words: object) -> object:
     return params_of(Program("script", __file__), words, {}, {})["args"]
 
@@ -24,9 +27,9 @@ def test_a_function_s_arguments_by_name() -> None:
 
 def test_short_numbers_are_no_secrets() -> None:
     counts = {"max_tokens": -1, "token_dim": 768, "num_tokens": 10**6, "token_dropout": 1e-05, "pad_token_id": 0}
-    assert params_of(train, (1,), counts, {}) == {"lr": 1, **counts}
+    assert params_of(train, (1,), counts, {}) == {**NONE, "lr": 1, **counts}
     secrets = {"token": 84930218, "max_token": "geheim", "id_password": 84930218}
-    assert params_of(train, (1,), secrets, {}) == {"lr": 1, **dict.fromkeys(secrets, "***")}
+    assert params_of(train, (1,), secrets, {}) == {**NONE, "lr": 1, **dict.fromkeys(secrets, "***")}
 
 
 def test_no_password_of_an_address_and_no_secret_of_another_argument_is_shown() -> None:
@@ -36,6 +39,7 @@ def test_no_password_of_an_address_and_no_secret_of_another_argument_is_shown() 
         "hook": "http://h/geheim-2/x",
     }
     assert params_of(train, ("s3://me:geheim@3@host/runs",), given, {}) == {
+        **NONE,
         "lr": "s3://me:***@host/runs",
         "db": "jdbc:postgresql://db/x?user=me&password=***",
         "token": "***",
@@ -46,7 +50,7 @@ def test_no_password_of_an_address_and_no_secret_of_another_argument_is_shown() 
 def test_secrets_are_masked_and_what_is_large_is_cut() -> None:
     given = {"api_key": "geheim-1", "url": "http://geheim-2@host", "text": "x" * 9999, "huge": 10**5000}
     found = params_of(train, (1,), given, {"MY_TOKEN": "geheim-2"})
-    assert found == {"lr": 1, "api_key": "***", "url": "http://***@host", "text": "x" * MAX_TEXT, "huge": "int"}
+    assert found == {**NONE, "lr": 1, "api_key": "***", "url": "http://***@host", "text": "x" * MAX_TEXT, "huge": "int"}
     assert len(params_of(train, (1,), {"numbers": [*range(9999)]}, {})["numbers"]) == MAX_TEXT
 
 
@@ -74,4 +78,9 @@ def test_a_command_line_shows_no_secrets(words: tuple[object, ...], shown: str) 
     ],
 )
 def test_urls_show_no_secrets(url: str, shown: str) -> None:
-    assert params_of(train, (1,), {"url": url, "urls": [url]}, {}) == {"lr": 1, "url": shown, "urls": str([shown])}
+    assert params_of(train, (1,), {"url": url, "urls": [url]}, {}) == {
+        **NONE,
+        "lr": 1,
+        "url": shown,
+        "urls": str([shown]),
+    }

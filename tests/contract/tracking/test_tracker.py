@@ -95,7 +95,7 @@ def test_a_tracker_learns_what_happens_in_its_order(tmp_path: Path) -> None:
     assert launcher.run(train, 2, api_key=SECRET) == "done"
     rows = noted(notes)
     assert rows[0]["begin"] == "one"
-    assert rows[0]["params"] == {"steps": 2, "api_key": "***"}
+    assert rows[0]["params"] == {"steps": 2, "fails": False, "api_key": "***"}
     assert kinds(rows) == ["starting", "running", "metric", "metric", "succeeded"]
     assert rows[-1]["end"] == "succeeded"
 
