@@ -20,7 +20,7 @@ import token
 import tokenize
 import types
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from rankzero import store
@@ -29,7 +29,7 @@ IMPORTERS = frozenset({"import_module", "__import__", "locate", "resolve_name", 
 """Functions of importlib, pkgutil, pydoc and Hydra: where code names one, a text of one word may name a module."""
 
 _IMPORT_NAME = dis.opmap["IMPORT_NAME"]
-_NAME = re.compile(r"([A-Za-z_]\w*(?:[.:]\w*)*)(?:[%{]|\Z)")
+_NAME = re.compile(r"""['"]([A-Za-z_]\w*(?:[.:]\w*)*)[%{'"]""")
 """The name of something in a module, or the begin of one up to a placeholder: ``acme.models.Net``, ``acme.{kind}``."""
 _LAYOUT = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER})
 _MARKS = {tokenize.NEWLINE: "\n", tokenize.INDENT: "\t", tokenize.DEDENT: "\b"}
@@ -119,8 +119,8 @@ def source_of_code(code: types.CodeType, package: str | None) -> Source:
     """Returns the facts about code with the functions and classes in it; relative imports begin at the package."""
     nested = list(_nested(code))
     computes = any(not IMPORTERS.isdisjoint(each.co_names) for each, _ in nested)
-    named = (_NAME.match(text) for each, _ in nested for text in _texts(each.co_consts))
-    texts = {name[1].replace(":", ".") for name in named if name}
+    # The compiler makes tuples of texts, too.
+    texts = {name.replace(":", ".") for each, _ in nested for name in _NAME.findall(repr(each.co_consts))}
     found = [pair for each, is_run in nested for pair in _imported(each, package, is_run)]
     return Source(
         imports=frozenset(name for name, _ in found),
@@ -128,15 +128,6 @@ def source_of_code(code: types.CodeType, package: str | None) -> Source:
         texts=frozenset(text for text in texts if computes or "." in text),
         computes=computes,
     )
-
-
-def _texts(constants: Iterable[object]) -> Iterator[str]:
-    """Yields the texts among the constants of code, of which the compiler makes tuples, too."""
-    for const in constants:
-        if isinstance(const, str):
-            yield const
-        elif isinstance(const, (tuple, frozenset)):
-            yield from _texts(const)
 
 
 def _nested(code: types.CodeType, is_run: bool = True) -> Iterator[tuple[types.CodeType, bool]]:
