@@ -145,7 +145,7 @@ class Modules:
         """Finds the files, first in a directory that is given. Raises InvalidJobError like `Bundle.zipped`."""
         self.counted: dict[str, str] = {}
         bundle, waiting, found = Bundle(), [needs], set[str]()
-        reached, aside = needs.imports | needs.texts, dict[str, str]()
+        reached, aside = {*needs.imports, *needs.texts}, dict[str, str]()
         while waiting:
             for root in sorted(_roots(waiting.pop(), first) - found):
                 found.add(root)
