@@ -108,9 +108,7 @@ def _compared(what: str, digest_of: Callable[[object], str], value: object) -> s
         return identity.RESISTS + secrets.token_hex(DIGITS // 2)
 
 
-def build(
-    train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_on: object = (), *, is_alone: bool = False
-) -> Payload:
+def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_on: object = ()) -> Payload:
     """Builds the payload of a training.
 
     Args:
@@ -119,7 +117,6 @@ def build(
         args: Positional arguments. `ResultRef` objects in them, also nested, are opened in the workers.
         kwargs: Keyword arguments; only a function accepts them.
         restart_on: As for `Launcher`; a rank that fails loads it.
-        is_alone: True for a run of one rank, whose objects may depend on a world of one process.
 
     Raises:
         InvalidJobError: ``train`` cannot be run, the arguments do not fit its signature,
@@ -129,7 +126,7 @@ def build(
     map_refs([list(args), dict(kwargs), getattr(train, "launch_config", None)], refs.append)
     training = resolve(train)
     buffers: list[memoryview] = []
-    pickler, other = TrainingPickler(beside(buffers), is_alone=is_alone), TrainingPickler()
+    pickler, other = TrainingPickler(beside(buffers)), TrainingPickler()
     if isinstance(training, Program):
         if kwargs:
             raise InvalidJobError(
@@ -153,7 +150,7 @@ def build(
         restart = {"restart_on": other.dumps(restart_on)} if restart_on else {}
         pickled = pickler.dumps(restart | parts)
     except Exception as error:
-        culprit = _find_culprit(name, arguments | {"restart_on": restart_on}, is_alone)
+        culprit = _find_culprit(name, arguments | {"restart_on": restart_on})
         raise InvalidJobError(f"{culprit} cannot be pickled: {error}", code="RZ-1004") from error
     found = ((text, mark or length[0] == len(text)) for length, text, mark in _NAME.findall(pickled))
     texts = {text.decode().replace(":", ".") for text, is_whole in found if is_whole}
@@ -165,11 +162,11 @@ def build(
     return Payload(name, pack(pickled, buffers), Modules(needs, first), refs, training, arguments)
 
 
-def _find_culprit(name: str, arguments: dict[str, Any], is_alone: bool) -> str:
+def _find_culprit(name: str, arguments: dict[str, Any]) -> str:
     """Returns the name of the argument or function that cannot be pickled."""
     for argument, value in arguments.items():
         try:
-            TrainingPickler(is_alone=is_alone).dumps(value)
+            TrainingPickler().dumps(value)
         except Exception:
             return f"argument {argument!r} (a {type(value).__name__})"
     return f"train={name}, or something it refers to,"
@@ -206,11 +203,8 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
             import them, too.
     """
 
-    def __init__(
-        self, on_buffer: Callable[[pickle.PickleBuffer], bool] | None = None, *, is_alone: bool = True
-    ) -> None:
+    def __init__(self, on_buffer: Callable[[pickle.PickleBuffer], bool] | None = None) -> None:
         self._stream = io.BytesIO()
-        self._is_alone = is_alone
         super().__init__(self._stream, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=on_buffer)
         self.modules: set[str] = set()
         self.by_value: set[object] = set()
@@ -236,7 +230,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
                 f"ranks have no Spark, and so no {cls.__name__}: give a DataFrame as Launcher(dataset=df), and "
                 "read it in the function with rankzero.train.get_dataset_shard()"
             )
-        if cls.__module__ == "accelerate.state" and not self._is_alone:
+        if cls.__module__ == "accelerate.state":
             raise pickle.PicklingError(
                 f"it holds accelerate's {cls.__name__}, the world of this process, and every rank would train "
                 "alone in it: make TrainingArguments or Accelerator inside of the training function"
