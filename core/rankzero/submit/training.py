@@ -161,10 +161,13 @@ def params_of(
         {'lr': 0.1, 'model': "{'layers': 2, 'weights': 'object'}", 'token': '***'}
     """
     named = bind(training, args, kwargs, all_of=True)
+    groups = [named, *(value for value in named.values() if isinstance(value, dict))]
     if isinstance(training, Program):
-        named = {"args": [*_masked([str(word) for word in (*training.line, *args)])]}
+        words = [*_named([str(word) for word in (*training.line, *args)])]
+        groups = [{name: value} for name, _, value in words]
+        named = {"args": [begin + (MASK if hides(name, value) else value) for name, begin, value in words]}
     # A secret of one argument may be part of another.
-    mask = Mask(secrets_of(env) + secrets_of(named))
+    mask = Mask([*secrets_of(env), *(secret for group in groups for secret in secrets_of(group))])
     for name, value in named.items():
         # Not deeper: a value may hold itself.
         if isinstance(value, (list, tuple)):
@@ -200,14 +203,14 @@ def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, all
     return named
 
 
-def _masked(words: list[str]) -> Iterator[str]:
-    """Yields the words of a command line, without the secrets behind ``--name``, ``--name=`` and ``name=``."""
+def _named(words: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Yields the words of a command line, each as a name, the beginning of the word with the name, and the value."""
     for before, word in itertools.pairwise(["", *words]):
-        assigned = _ASSIGNED.fullmatch(word)
-        if before.startswith("-") and hides(before.lstrip("-"), word) and not word.startswith("--"):
-            yield MASK
+        if assigned := _ASSIGNED.fullmatch(word):
+            yield assigned[1], word[: assigned.start(2)], assigned[2]
         else:
-            yield word[: assigned.start(2)] + MASK if assigned and hides(assigned[1], assigned[2]) else word
+            is_value = before.startswith("-") and not word.startswith("--")
+            yield before.lstrip("-") if is_value else "", "", word
 
 
 def _plain(name: str, value: Any, mask: Mask) -> Any:

@@ -35,14 +35,14 @@ def test_short_numbers_are_no_secrets() -> None:
 def test_no_password_of_an_address_and_no_secret_of_another_argument_is_shown() -> None:
     given = {
         "db": "jdbc:postgresql://db/x?user=me&password=geheim-1",
-        "token": "geheim-2",
+        "model": {"token": "geheim-2"},
         "hook": "http://h/geheim-2/x",
     }
     assert params_of(train, ("s3://me:geheim@3@host/runs",), given, {}) == {
         **NONE,
         "lr": "s3://me:***@host/runs",
         "db": "jdbc:postgresql://db/x?user=me&password=***",
-        "token": "***",
+        "model": "{'token': '***'}",
         "hook": "http://h/***/x",
     }
 
@@ -58,7 +58,8 @@ def test_secrets_are_masked_and_what_is_large_is_cut() -> None:
     ("words", "shown"),
     [
         (("--lr", 0.1, "--max_tokens", "4096"), "['--lr', '0.1', '--max_tokens', '4096']"),
-        (("--token", "geheim", "--auth-token=geheim"), "['--token', '***', '--auth-token=***']"),
+        (("--token", "geheim", "--auth-token=geheim-2"), "['--token', '***', '--auth-token=***']"),
+        (("--token", "geheim", "http://h/geheim"), "['--token', '***', 'http://h/***']"),
         (("--token", "--fast", "db.password=geheim"), "['--token', '--fast', 'db.password=***']"),
         (("+lr=0.1", "day=1/part-0", "-Dfs.secret.key=geheim"), "['+lr=0.1', 'day=1/part-0', '-Dfs.secret.key=***']"),
         (("--", "http://ann:geheim@h/x?token=geheim&n=1"), "['--', 'http://ann:***@h/x?token=***&n=1']"),
