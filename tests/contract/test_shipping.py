@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.machinery
 import io
 import sys
-import types
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,24 +164,6 @@ def test_a_name_that_nobody_can_know_fails_with_what_to_do(launcher: Launcher, p
 
     with pytest.raises(WorkerFailedError, match="No module named 'plugin'.*Write `import plugin` in"):
         launcher.options(num_processes=1).run(train, "nigulp")
-
-
-@pytest.fixture
-def by_hand() -> Iterator[Any]:
-    module = types.ModuleType("made_by_hand")
-    exec("SIZE = 7\ndef size(): return SIZE\nclass Net:\n    size = 7\n", module.__dict__)
-    sys.modules["made_by_hand"] = module
-    yield module
-    del sys.modules["made_by_hand"]
-
-
-def test_what_is_in_a_module_made_by_hand_travels_by_value(launcher: Launcher, by_hand: Any) -> None:
-    def train(net: Any) -> list[int]:
-        return [net.size, by_hand.size(), by_hand.Net.size]
-
-    launcher = launcher.options(num_processes=1)
-    assert launcher.run(train, by_hand.Net()) == [7, 7, 7]
-    assert launcher.run(by_hand.size) == 7
 
 
 async def asynchronous() -> None: ...

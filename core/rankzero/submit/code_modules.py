@@ -15,7 +15,6 @@ import os
 import site
 import sys
 import sysconfig
-import types
 from collections.abc import Iterable
 from typing import Any
 
@@ -124,16 +123,9 @@ def package_of(name: str, path: str) -> str:
 
 def is_sent_by_value(module: str) -> bool:
     """Returns True for a loaded module of the user, or one below such a module, that does not travel as files."""
-    is_never = module.partition(".")[0] in NEVER_SHIPPED
-    return not is_never and not travels(module) and any(map(_is_user_module, parents_of(module)))
-
-
-def _is_user_module(name: str) -> bool:
-    """Returns True for a loaded module with a file that no package installer put there, or one that code has made."""
-    module = sys.modules.get(name)
-    if isinstance(file := getattr(module, "__file__", None), str):
-        return _is_user_file(file)
-    return isinstance(module, types.ModuleType) and "." not in name and getattr(module, "__spec__", None) is None
+    files = (getattr(sys.modules.get(part), "__file__", None) for part in parents_of(module))
+    is_user_s = any(isinstance(file, str) and _is_user_file(file) for file in files)
+    return is_user_s and module.partition(".")[0] not in NEVER_SHIPPED and not travels(module)
 
 
 def is_sent_by_name(value: Any) -> bool:
