@@ -24,8 +24,7 @@ from rankzero.errors import ResultError
 from rankzero.values import tensors
 from rankzero.values.plain import canonical
 
-LARGE = 64 << 10
-"""Bytes from which on a buffer is stored outside of the pickle."""
+LARGE = 64 << 10  # Bytes from which on a buffer is stored outside of the pickle
 
 Part = bytes | memoryview
 

@@ -11,15 +11,13 @@ from typing import Any
 
 from rankzero.errors import encodable
 
-MAX_DEPTH = 100
-"""Most levels of nested containers, since the readers and writers of files recurse."""
+MAX_DEPTH = 100  # Most levels of nested containers, since the readers and writers of files recurse
 
 MAX_BITS = 2032
 """Most bits of an integer: ``torch.load(weights_only=True)`` reads no more, and a user may limit Python to 640 digits
 of decimal text."""
 
-_EXACT_FLOATS = 1e16
-"""Floats from here on are written with an exponent, and PostgreSQL's ``jsonb`` returns them as integers."""
+_EXACT_FLOATS = 1e16  # Floats from here on have an exponent, and PostgreSQL's ``jsonb`` returns them as integers
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # JSON's reader joins two surrogates to one character, and UTF-8 has none.
@@ -101,10 +99,6 @@ def storable(value: Any) -> Any:
     """Returns facts about a run in which each part that a database could reject or change is replaced by its text.
 
     Keys of dicts lose leading ``__``, since Airflow reserves such keys.
-
-    Example:
-        >>> storable({"loss": float("nan"), "seed": 2**63, "__type": "adam"})
-        {'loss': 'nan', 'seed': '9223372036854775808', 'type': 'adam'}
     """
     if isinstance(value, dict):
         named = {str(key).lstrip("_") if str(key).startswith("__") else key: item for key, item in value.items()}
