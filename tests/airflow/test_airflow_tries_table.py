@@ -1,6 +1,5 @@
 """Every row of the table in `docs/tries.md`, with Airflow's task runner and database."""
 
-import asyncio
 import contextlib
 import json
 import os
@@ -11,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,18 +142,6 @@ class Airflow:
         with session_of_airflow() as session:
             state = self._instance(session).state
             return state and str(state)
-
-    def follows(self) -> bool:
-        """True once this try follows a run: it has noted which one."""
-        from airflow.models.xcom import XComModel
-        from sqlalchemy import select
-
-        from airflow_rankzero.links import DIRECTORY_KEY
-
-        with session_of_airflow() as session:
-            noted = select(XComModel.timestamp).where(XComModel.dag_id == self.dag_id, XComModel.key == DIRECTORY_KEY)
-            started = self._instance(session).start_date
-            return any(started and at > started for at in session.scalars(noted))
 
     def xcom(self) -> dict[str, int] | None:
         from airflow.sdk.serde import deserialize
@@ -338,37 +324,6 @@ def test_every_row_has_a_scenario() -> None:
 def test_the_training_does_what_the_table_says(row: Row, airflow: Airflow) -> None:
     SCENARIOS[row.name](airflow)
     airflow.place.assert_outcome(row.outcome, airflow.xcom())
-
-
-@pytest.mark.soak
-def test_a_try_whose_run_is_ended_for_a_cleared_one_resumes_the_training(
-    airflow: Airflow, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A triggerer learns late that its deferred task was cleared, when the next try has attached to the run."""
-    from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
-
-    from airflow_rankzero.triggers import RunTrigger
-
-    with airflow.apart() as process:
-        process.kill()
-        process.wait()
-    airflow.notice_death()
-    handle, ranks = airflow.place.run(), airflow.place.ranks()
-
-    def end_cleared() -> None:
-        until(lambda: airflow.state() == "running" and airflow.follows(), WAIT, "the next try")
-        trigger = RunTrigger(handle.directory, handle.nonce)
-        trigger.task_instance = SimpleNamespace(
-            id="of-the-first-try", try_number=1, dag_id="d", task_id="train", run_id="r", map_index=-1
-        )
-        with monkeypatch.context() as patch:
-            patch.setattr(RuntimeTaskInstance, "get_task_states", staticmethod(lambda **_: {"r": {"train": "running"}}))
-            asyncio.run(trigger.on_kill())
-        until(lambda: not ranks & airflow.place.ranks(), WAIT, "the end of the first ranks")
-
-    with airflow.beside(end_cleared):
-        assert airflow.try_again(retries=1)
-    airflow.place.assert_outcome("resumes", airflow.xcom())
 
 
 @pytest.mark.soak

@@ -92,25 +92,6 @@ def test_values_travel_by_themselves_or_by_reference(
     assert second.xcom("pull") == 18.0, second.errors
 
 
-def test_a_command_is_a_task_with_its_files_beside_the_dag(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
-    from airflow_rankzero import TorchDistributorOperator
-
-    line = 'echo "$(wc -c < "$0") $@" > "$OUT"'
-    TorchDistributorOperator(
-        task_id="train",
-        train=["bash", "-c", line, Path(__file__).name, "--lr={{ params.lr }}"],
-        op_args=["${local_rank}"],
-        env={"OUT": str(tmp_path / "out")},
-        working_dir=".",
-        num_processes=1,
-        store=tmp_path / "store",
-        conn_id="here",
-    )
-    outcome = run_dag(dag)
-    assert outcome.state == "success", outcome.errors
-    assert (tmp_path / "out").read_text() == f"{os.path.getsize(__file__)} --lr=0.25 0\n"
-
-
 @pytest.mark.parametrize("codes", [pytest.param(99, marks=pytest.mark.soak), (98, 99)])
 def test_a_training_skips_its_task_by_an_exit_code(dag: Any, run_dag: RunDag, tmp_path: Path, codes: Any) -> None:
     from airflow.sdk import task

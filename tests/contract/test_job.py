@@ -50,12 +50,6 @@ def test_options_makes_a_checked_copy() -> None:
         launcher.options(num_process=4)
 
 
-def test_a_job_survives_json() -> None:
-    job = Job("id", "train", 4, 2, False, "auto", None, 60.0, {"kind": "local"}, {"payload.pkl": {"size": 1}})
-    assert Job.from_json(job.to_json()) == job
-    assert job.num_tasks == 2
-
-
 def test_a_job_of_a_later_version_is_still_that_run() -> None:
     job = Job("id", "train", 4, 2, False, "auto", None, 60.0, {"kind": "local"})
     later = {**json.loads(job.to_json()), "an_option_of_tomorrow": [1]}

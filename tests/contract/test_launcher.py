@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import free_port, of_ranks, until, wait_until_gone
+from tests.conftest import free_port, of_ranks, until
 from tests.runs import job_file
 
 from rankzero import (
@@ -236,25 +236,6 @@ def test_a_module_reference_runs(launcher: Launcher) -> None:
     assert launcher.options(num_processes=1).run("json:dumps", [1, 2]) == "[1, 2]"
 
 
-def test_a_function_of_main_runs(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        textwrap.dedent(
-            f"""
-            from rankzero import Launcher
-            FACTOR = 3
-            class Net:
-                def size(self): return FACTOR
-            def train(): return Net().size()
-            if __name__ == "__main__":
-                print("value", Launcher(1, store={str(tmp_path / "store")!r}).run(train))
-            """
-        )
-    )
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=WAIT)
-    assert "value 3" in done.stdout, done.stderr
-
-
 def sleep_forever() -> None:
     import time
 
@@ -304,20 +285,6 @@ def test_ranks_that_do_not_start_in_time_are_named(launcher: Launcher) -> None:
         # A fork of a zygote may have started by then.
         launcher.options(start_timeout=0.05, warm_start=False).run(sleep_forever)
     assert caught.value.missing
-
-
-def test_an_interrupt_of_the_caller_ends_the_run(launcher: Launcher, marker: str) -> None:
-    class Stop(BaseException):
-        pass
-
-    def stop(_: str) -> None:
-        raise Stop
-
-    with pytest.raises(Stop):
-        follow_owned(launcher.options(run_id="stopped"), stop, sleep_forever)
-    assert wait_until_gone(marker) == []
-    status = RunHandle.attach(os.path.join(str(launcher.store), "stopped")).status()
-    assert status.state == "cancelled"
 
 
 def test_a_rank_that_never_stops_printing_is_ended_in_time(launcher: Launcher) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.conftest import of_ranks, until
 
-from rankzero import Launcher, ResultError, ResultRef, RunHandle, WorkerFailedError, store
+from rankzero import Launcher, ResultError, ResultRef, RunHandle, store
 from rankzero.channel.connection import Connection
 from rankzero.channel.server import Server
 from rankzero.run.output import tails
@@ -66,14 +66,6 @@ def test_the_report_is_there_too_with_the_last_lines_of_each_rank(remote: Launch
     assert last(1000) == every
     assert last(len("line 2 of 0")) == {rank: (lines[2:], True) for rank, (lines, _) in every.items()}
     assert b"line 2 of 1" in store.read_bytes(f"{handle.directory}/report.html")
-
-
-def test_a_failure_is_named_there_too(remote: Launcher) -> None:
-    def train() -> None:
-        raise ValueError("far away")
-
-    with pytest.raises(WorkerFailedError, match="ValueError: far away"):
-        remote.run(train)
 
 
 def test_a_cancel_does_not_wait_for_the_drivers_next_look_at_the_store(

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from tests.contract.kinds_of_values import KINDS, Score, same
 from tests.runs import folder_of
 
@@ -70,36 +68,6 @@ def test_the_whole_table_crosses_by_a_launch(launcher: Launcher) -> None:
     table = {name: make() for name, make in KINDS.items()}
     returned = launcher.options(num_processes=1).run(turn, table)
     assert [name for name in table if not same(returned[name], table[name])] == []
-
-
-ATOMS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(allow_nan=False),
-    st.text(max_size=5),
-    st.binary(max_size=5),
-    st.sampled_from(sorted(KINDS)).map(lambda name: KINDS[name]()),
-)
-VALUES = st.recursive(
-    ATOMS,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(st.text(max_size=3), inner, max_size=3),
-        st.tuples(inner, inner),
-        # The same object twice.
-        inner.map(lambda item: [item, item]),
-    ),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=60, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-@given(value=VALUES)
-def test_any_mixture_comes_back_as_it_was(value: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
-    directory = tmp_path_factory.mktemp("values")
-    assert same(back(value, directory), value)
-    assert same(as_argument(value, directory), value)
 
 
 # -- memory that tensors share -------------------------------------------------------------------

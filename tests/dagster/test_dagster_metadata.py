@@ -32,20 +32,6 @@ def test_the_curve_and_the_throughput_of_a_run(resources: dict[str, object]) -> 
     assert len(set(heights)) == 3
 
 
-@pytest.mark.parametrize("losses", [[], [1.0], [float("nan")] * 3])
-def test_what_cannot_be_drawn_is_left_out(
-    losses: list[float], resources: dict[str, object], instance: dg.DagsterInstance
-) -> None:
-    @torch_asset
-    def model() -> int:
-        for loss in losses:
-            rt.report({"loss [nats]": loss})
-        return 1
-
-    result = dg.materialize([model], resources=resources, instance=instance)
-    assert "loss_curve" not in metadata_of(result, "model")
-
-
 def test_metrics_of_any_name_and_size_fail_no_step(resources: dict[str, object]) -> None:
     @torch_asset
     def model() -> int:

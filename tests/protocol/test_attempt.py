@@ -256,18 +256,6 @@ def test_a_cancel_is_noted_while_the_ranks_of_a_failure_stop(play: Callable[...,
     assert (played.error.exception_type, played.was_cancelled) == ("ValueError", False)
 
 
-def test_a_value_that_arrives_after_an_error_is_a_success(play: Callable[..., Played]) -> None:
-    async def finish_late(agent: Agent) -> None:
-        await agent.start()
-        agent.send(Reached("returned", {"time": time.time()}))
-        await agent.expect(Stop)
-        agent.finish()
-        await agent.leave()
-
-    played = play(finish_late, timeout=0.5)
-    assert (played.value, played.error) == (7, None)
-
-
 def test_what_an_agent_sent_before_its_end_counts_before_the_engines_error(play: Callable[..., Played]) -> None:
     async def fail_and_exit(agent: Agent) -> None:
         await agent.start()

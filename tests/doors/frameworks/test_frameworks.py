@@ -135,30 +135,6 @@ def test_arguments_that_know_another_world_are_refused(launcher: Launcher, tmp_p
         launcher.run(lambda: accelerator.num_processes)
 
 
-ACCELERATE = """
-    import torch
-    from accelerate import Accelerator
-    import rankzero.train as rt
-
-    accelerator = Accelerator(cpu=True)
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(16, 4)), batch_size=2)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for [x] in loader:
-        accelerator.backward(model(x).pow(2).mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    rt.set_result([accelerator.num_processes, len(loader), type(model).__name__])
-"""
-
-
-@needs("accelerate")
-def test_an_unmodified_script_of_accelerate(launcher: Launcher, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(textwrap.dedent(ACCELERATE))
-    assert launcher.run(str(tmp_path / "train.py")) == [2, 4, "DistributedDataParallel"]
-
-
 def accelerate_fit(lr: float, found: list[Any] | None = None) -> Any:
     """What a notebook gives to notebook_launcher; its world goes into ``found``, since that returns nothing."""
     import torch
