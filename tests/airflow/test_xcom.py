@@ -53,33 +53,6 @@ def test_a_task_pulls_numbers_of_numpy_and_torch_as_its_own(
     assert type(RunHandle.attach(job.parents[1]).result()["acc"]).__module__ == "numpy"
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        math.nan,
-        # What is refused, and so goes by reference, is checked without a training in `assert_values_come_back`.
-        *(pytest.param(part, marks=pytest.mark.soak) for part in (2**64, "a\0b", {"__type": "adam", "__var": 1})),
-    ],
-    ids=str,
-)
-def test_a_value_that_airflow_cannot_carry_is_pulled_by_reference(
-    dag: Any, run_dag: RunDag, part: Any, operator: Any
-) -> None:
-    from airflow.sdk import task
-
-    from rankzero import ResultRef
-
-    train = operator(lambda: metrics(part=part))
-
-    @task
-    def read(ref: ResultRef) -> bool:
-        return repr(ref.load()["part"]) == repr(part)
-
-    read(train.output)
-    outcome = run_dag(dag)
-    assert outcome.xcom("read") is True, outcome.errors
-
-
 def test_a_task_is_mapped_over_a_large_list(dag: Any, run_dag: RunDag, operator: Any) -> None:
     from airflow.sdk import task
 

@@ -167,13 +167,6 @@ def test_another_text_is_no_duration(text: str) -> None:
         TABLE["timeout"].read(text)
 
 
-@pytest.mark.parametrize("store", ["s3//bucket/runs", "gs//bucket/runs"])
-def test_a_url_without_its_colon_is_no_folder_of_the_working_directory(store: str) -> None:
-    launcher = Launcher(store=store, run_id="one")
-    with pytest.raises(InvalidJobError, match=r"is neither a path nor a URL: a URL begins with"):
-        launcher.find()
-
-
 def test_a_run_is_explained(tmp_path: Path) -> None:
     def train(lr: float, fails: bool) -> float:
         import rankzero.train as rt

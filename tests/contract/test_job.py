@@ -9,12 +9,6 @@ from rankzero import InvalidJobError, Launcher
 from rankzero.job import Job, new_run_id
 
 
-@pytest.mark.parametrize("value", [0, -1, 2.5, "2", True, None])
-def test_num_processes_must_be_a_positive_integer(value: object) -> None:
-    with pytest.raises(InvalidJobError, match="num_processes is .*positive integer"):
-        Launcher(value)  # type: ignore[arg-type]
-
-
 def test_processes_per_task_must_divide() -> None:
     with pytest.raises(InvalidJobError, match="processes_per_task=3 does not divide num_processes=4"):
         Launcher(4, processes_per_task=3)
@@ -38,16 +32,6 @@ def test_processes_per_task_must_divide() -> None:
 def test_bad_options_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidJobError, match=message):
         Launcher(2, **options)  # type: ignore[arg-type]
-
-
-def test_options_makes_a_checked_copy() -> None:
-    launcher = Launcher(2)
-    assert launcher.options(num_processes=4).num_processes == 4
-    assert launcher.num_processes == 2
-    with pytest.raises(InvalidJobError, match="num_processes is 0"):
-        launcher.options(num_processes=0)
-    with pytest.raises(InvalidJobError, match="no option 'num_process' .did you mean 'num_processes'"):
-        launcher.options(num_process=4)
 
 
 def test_a_job_of_a_later_version_is_still_that_run() -> None:

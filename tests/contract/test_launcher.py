@@ -8,7 +8,6 @@ import signal
 import stat
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import free_port, of_ranks, until
-from tests.runs import job_file
 
 from rankzero import (
     EngineError,
@@ -84,25 +82,6 @@ def test_rank_0_returns_its_value_and_everything_is_recorded(
     assert handle.status().metrics == {"sum": 6.0, "rank": 0}
     assert stat.S_IMODE(os.stat(handle.directory).st_mode) == 0o700
     assert handle.result_ref().summary["metrics"] == {"sum": 6.0, "rank": 0}
-
-
-def test_secrets_stay_out_of_job_json_and_command_lines(launcher: Launcher, tmp_path: Path) -> None:
-    def command_lines() -> list[str]:
-        found = []
-        for name in os.listdir("/proc"):
-            if name.isdigit():
-                try:
-                    with open(f"/proc/{name}/cmdline") as file:
-                        found.append(file.read())
-                except OSError:
-                    pass
-        return found
-
-    launcher = launcher.options(num_processes=1, run_id="secret", env={**launcher.env, "TOKEN": "hunter2"})  # type: ignore[dict-item]
-    lines = launcher.run(command_lines)
-    assert not any("hunter2" in line for line in lines)
-    directory = Path(str(launcher.store)) / "secret"
-    assert "hunter2" not in job_file(directory).read_text()
 
 
 def test_a_run_id_that_lives_is_not_run_twice(launcher: Launcher) -> None:
@@ -209,27 +188,6 @@ def test_the_value_is_that_of_global_rank_0_whoever_ends_last(launcher: Launcher
         return os.environ["RANK"]
 
     assert launcher.run(train) == "0"
-
-
-def test_a_script_runs_with_arguments_and_sets_its_result(launcher: Launcher, tmp_path: Path) -> None:
-    (tmp_path / "helper_of_script.py").write_text("FACTOR = 10\n")
-    (tmp_path / "numbers.txt").write_text("4")
-    script = tmp_path / "train_it.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import sys
-            from pathlib import Path
-            import helper_of_script
-            import rankzero.train as rt
-            if __name__ == "__main__":
-                beside = int(Path(__file__).with_name("numbers.txt").read_text())
-                rt.set_result([sys.argv[1:], helper_of_script.FACTOR, rt.get_context().world_size, beside])
-                sys.exit(0)
-            """
-        )
-    )
-    assert launcher.run(script, "--lr", 0.5) == [["--lr", "0.5"], 10, 2, 4]
 
 
 def test_a_module_reference_runs(launcher: Launcher) -> None:
@@ -362,23 +320,6 @@ def test_a_teardown_that_crashes_or_hangs_loses_nothing(launcher: Launcher) -> N
         return "value"
 
     assert launcher.run(train) == "value"
-
-
-def test_a_function_may_destroy_or_keep_its_process_group(launcher: Launcher) -> None:
-    def train() -> float:
-        import torch.distributed as dist
-        from torch.nn.parallel import DistributedDataParallel
-
-        dist.init_process_group("gloo")
-        model = DistributedDataParallel(torch.nn.Linear(2, 1))
-        model(torch.ones(1, 2)).sum().backward()
-        gradient = next(model.parameters()).grad
-        assert gradient is not None
-        dist.destroy_process_group()
-        dist.init_process_group("gloo")
-        return float(gradient.sum())
-
-    assert launcher.run(train) == 2.0
 
 
 def test_the_end_of_a_model_whose_group_was_destroyed_holds_nobody(launcher: Launcher) -> None:

@@ -28,6 +28,7 @@ def fresh_drivers() -> Iterator[None]:
     [
         ("dbfs:/runs", "'dbfs:/runs' is neither a path nor a URL"),
         ("s3:/bucket/runs", "a URL begins with s3://"),
+        ("s3//bucket/runs", "is neither a path nor a URL: a URL begins with"),
         ("hdfs://namenode/runs", "Arrow's driver deletes a file before it renames another onto it"),
         ("webhdfs://namenode:9870/runs", "writes files in place"),
         ("https://example.com/runs", "does not know that it replaces files as a whole"),

@@ -43,7 +43,11 @@ def files_with_the_secret(store: str | Path) -> list[str]:
 
 
 def is_there() -> bool:
-    return os.environ["TOKEN"].startswith("hunter2")
+    shown = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            shown.append(path.read_bytes())
+    return os.environ["TOKEN"].startswith("hunter2") and not any(SECRET.encode() in command for command in shown)
 
 
 def wait_for_ever() -> None:

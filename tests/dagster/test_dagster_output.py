@@ -34,10 +34,6 @@ def unannotated(body: Body) -> Body:
 BODIES = [unannotated(body) for body in (returned, yielded)]
 
 
-def materialized(result: dg.ExecuteInProcessResult) -> list[str]:
-    return [event.asset_key.to_user_string() for event in result.get_asset_materialization_events()]
-
-
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("selection", [None, ["model"]])
 def test_several_assets_are_refused_before_the_training(
@@ -76,21 +72,3 @@ def test_an_asset_without_a_value_gets_the_metadata(body: Body, resources: dict[
     shown = metadata_of(result, "model")
     assert shown["world_size"] == 1
     assert Path(str(shown["run_directory"])).is_dir()
-
-
-def test_an_op_inside_of_a_graph_asset_passes_its_value_on(resources: dict[str, object]) -> None:
-    @dg.op
-    def inner(context: Context, torch_distributor: TorchDistributorResource):
-        return torch_distributor.run(context, train)
-
-    @dg.op
-    def doubled(trained):
-        return trained["metrics"] * 2
-
-    @dg.graph_asset
-    def metrics():
-        return doubled(inner())
-
-    result = dg.materialize([metrics], resources={"torch_distributor": resources["torch_distributor"]})
-    assert materialized(result) == ["metrics"]
-    assert value_of(result, "metrics") == 4

@@ -8,6 +8,7 @@ from typing import Any
 import dagster as dg
 import pytest
 import yaml
+from tests.conftest import ROOT
 from tests.docs import blocks
 from tests.docs.given import training
 
@@ -82,3 +83,8 @@ def test_the_blocks_of_a_page_are_definitions(
         "look_at": look_at,
     }
     blocks.run_page(page, "dagster", given, request)
+
+
+@pytest.mark.parametrize("name", blocks.modules_with_examples(ROOT / "dagster_integration/dagster_rankzero"))
+def test_the_examples_of_docstrings_are_true(name: str) -> None:
+    blocks.run_examples(name)
