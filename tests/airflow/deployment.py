@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from tests import servers
-from tests.airflow.database import migrate
 from tests.conftest import ROOT, free_port, processes_with, until
 from tests.postgres import Postgres, find_programs
 from tests.servers import STOP_TIMEOUT
@@ -58,7 +57,7 @@ class Deployment:
         self.postgres = Postgres(programs) if programs else None
         self._env = self._environment()
         try:
-            migrate(self._env)
+            self.command("db", "migrate")
             for name in COMPONENTS:
                 command, log = (sys.executable, "-m", "airflow", name), home / f"{name}.log"
                 self._components[name] = servers.start(*command, log=log, env=self._env, cwd=ROOT)

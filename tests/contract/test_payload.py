@@ -7,9 +7,8 @@ import subprocess
 import sys
 import textwrap
 import threading
-import types
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -259,45 +258,6 @@ def test_a_module_that_imports_an_orchestrator_travels_by_value(
     built = pack.build(defs.train, (), {})
     assert run_elsewhere(built, tmp_path) == "trained"
     assert built.modules.zipped is None
-
-
-def loaded(name: str, path: Path, source: str) -> types.ModuleType:
-    """A module that is loaded from a file under a name by which nobody else can import it, like a DAG file."""
-    path.write_text(textwrap.dedent(source))
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def strange(tmp_path: Path) -> Iterator[types.ModuleType]:
-    """A module of the user's that cannot be imported by its name, and what else is known of it."""
-    before = set(sys.modules)
-    yield loaded("strange_dag", tmp_path / "strange.py", "def train():\n    return 'trained'\n")
-    for name in sys.modules.keys() - before:
-        del sys.modules[name]
-
-
-def test_a_function_of_a_module_under_another_name_travels_by_value(strange: Any, tmp_path: Path) -> None:
-    sys.modules["its_old_name"] = strange
-    strange.train.__module__ = "its_old_name"
-    assert run_elsewhere(pack.build(strange.train, (), {}), tmp_path) == "trained"
-
-
-def test_a_function_of_a_module_without_a_file_travels_like_its_package(strange: Any, tmp_path: Path) -> None:
-    below = types.ModuleType("strange_dag.below")
-    sys.modules[below.__name__] = strange.below = below
-    exec("def train():\n    return 'trained below'\n", below.__dict__)
-    assert run_elsewhere(pack.build(below.train, (), {}), tmp_path) == "trained below"
-
-
-def test_a_function_that_does_not_know_its_module_travels_by_value(strange: Any, tmp_path: Path) -> None:
-    strange.train.__module__ = None
-    assert run_elsewhere(pack.build(strange.train, (), {}), tmp_path) == "trained"
 
 
 def test_files_without_a_date_and_dead_links_do_no_harm(user_package: Any, tmp_path: Path) -> None:

@@ -93,26 +93,6 @@ def test_the_value_is_loaded_if_it_is_wanted(
     assert "never a number" in failed(dg.materialize(assets, resources=given, raise_on_error=False))
 
 
-def test_each_output_has_an_io_manager_of_its_own(resources: dict[str, object], tmp_path: Path) -> None:
-    def small() -> dict[str, int]:
-        return {"x": 1}
-
-    @dg.asset
-    def seen(here, there) -> list[int]:
-        return [here["x"], there["x"]]
-
-    assets = [
-        torch_asset(name="here")(small),
-        torch_asset(name="there", io_manager_key="other")(small),
-        seen,
-    ]
-    given = {**resources, "other": dg.FilesystemIOManager(base_dir=str(tmp_path / "others"))}
-    result = dg.materialize(assets, resources=given)
-    assert isinstance(result.output_for_node("here"), ResultRef)
-    assert result.output_for_node("there") == {"x": 1}
-    assert result.output_for_node("seen") == [1, 1]
-
-
 def test_an_output_whose_type_is_checked_gets_the_value(resources: dict[str, object]) -> None:
     @dg.asset
     def typed(context: Context, torch_distributor: TorchDistributorResource) -> dg.MaterializeResult[dict]:

@@ -100,28 +100,6 @@ def test_a_wrong_world_of_lightnings_is_named(launcher: Launcher, options: dict[
         launcher.run(train)
 
 
-def hugging_face_fit(folder: str) -> Any:
-    import torch
-    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
-
-    config = BertConfig(
-        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
-        max_position_embeddings=8,
-    )  # fmt: skip
-    rows = [{"input_ids": torch.arange(4), "labels": torch.tensor(index % 2)} for index in range(16)]
-    arguments = TrainingArguments(
-        folder, per_device_train_batch_size=2, num_train_epochs=1, report_to=[], use_cpu=True, save_strategy="no",
-        disable_tqdm=True,
-    )  # fmt: skip
-    trainer = Trainer(BertForSequenceClassification(config), arguments, train_dataset=rows)
-    return arguments.world_size, trainer.train().global_step
-
-
-@needs("transformers", "accelerate")
-def test_hugging_face_trainer(launcher: Launcher, tmp_path: Path) -> None:
-    assert launcher.run(hugging_face_fit, str(tmp_path / "out")) == (2, 4)
-
-
 @needs("transformers", "accelerate")
 def test_arguments_that_know_another_world_are_refused(launcher: Launcher, tmp_path: Path) -> None:
     from accelerate import Accelerator
