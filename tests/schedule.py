@@ -10,7 +10,6 @@ TOGETHER = {
     "tests/airflow/": "Airflow in their process",
     "tests/contract/engines/test_connect.py": "one Spark Connect server",
     "tests/contract/data/test_connect_frames.py": "one Spark Connect server",
-    "tests/airflow/test_connect.py": "one Spark Connect server",
     "tests/faults/test_connect.py": "one Spark Connect server",
     "tests/contract/engines/test_spark_cluster.py": "one standalone cluster",
     "tests/contract/engines/test_spark_submit.py": "one standalone cluster",

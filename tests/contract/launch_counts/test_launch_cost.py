@@ -21,10 +21,6 @@ from rankzero.task.zygote import PRELOADED_LATER
 pytestmark = pytest.mark.usefixtures("own_zygotes")
 
 
-NAMED = {"RANKZERO_PRELOAD": "no_such_module, lib2to3.__main__,xmlrpc.server"}
-"""Names modules for a zygote to load. The first does not exist, and the second exits."""
-
-
 def where_from() -> list[int]:
     """This rank's process and the two that it comes from."""
     chain = [os.getpid()]
@@ -44,15 +40,6 @@ def test_what_the_first_optimizer_step_imports_is_loaded_in_a_pause(launcher: La
     while launcher.run(loaded, names) != names:
         assert time.monotonic() < deadline
         time.sleep(1.0)
-
-
-def test_a_zygote_loads_what_its_environment_names(launcher: Launcher) -> None:
-    def loaded() -> bool:
-
-        return "xmlrpc.server" in sys.modules
-
-    assert not launcher.run(loaded)
-    assert launcher.options(env=NAMED).run(loaded)
 
 
 @pytest.fixture(scope="module")
