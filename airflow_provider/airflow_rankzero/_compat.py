@@ -7,6 +7,7 @@ import importlib
 from typing import Any
 
 from airflow.sdk.definitions.context import KNOWN_CONTEXT_KEYS as KNOWN_CONTEXT_KEYS
+from airflow.sdk.definitions.xcom_arg import PlainXComArg as PlainXComArg
 
 _TASK_RUNNER = "airflow.sdk.execution_time.task_runner"
 

@@ -185,7 +185,9 @@ class TorchDistributorOperator(BaseOperator):
         """Renders like every operator, and masks secrets before Airflow stores the rendered fields.
 
         Secrets are the values of `env` and `spark_conf` whose names say so, and passwords and tokens in addresses.
+        The output of a mapped task group is a list by map index.
         """
+        content = xcom.by_map_index(content, self.get_closest_mapped_task_group())
         rendered = super().render_template(content, context, jinja_env, seen_oids)
         if isinstance(rendered, str):
             secrets.mask_secrets({"": rendered})

@@ -11,15 +11,17 @@ so a ``nan`` cannot be hidden from Airflow in an object that only XCom's seriali
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from airflow.sdk import ObjectStoragePath
+import attrs
+from airflow.sdk import ObjectStoragePath, XComArg
 
 from airflow_rankzero import tries
-from airflow_rankzero._compat import KNOWN_CONTEXT_KEYS, AirflowFailException, conf
+from airflow_rankzero._compat import KNOWN_CONTEXT_KEYS, AirflowFailException, PlainXComArg, conf
 from airflow_rankzero.links import DIRECTORY_KEY
 from airflow_rankzero.listeners import offer
 from rankzero import Launcher
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from airflow.sdk import Context
 
     from rankzero import ResultRef, RunHandle
+
+logger = logging.getLogger(__name__)
 
 OPTIONS = step_options(
     late="Templated.",
@@ -169,6 +173,36 @@ def fill_outlets(context: Context, facts: dict[str, Any]) -> None:
 
 
 # -- the arguments of ranks ---------------------------------------------------------------------
+
+
+class _OfGroup(PlainXComArg):
+    """The output of a task in a mapped task group for a task outside of it: a list by map index.
+
+    Airflow itself gives the value of a single instance, None for no instance, and a list without skipped instances.
+    """
+
+    def resolve(self, context: Mapping[str, Any]) -> Any:
+        """Returns the list; None stands for an instance without a value, which the log names."""
+        ti, task_id = context["ti"], self.operator.task_id
+        states = ti.get_task_states(dag_id=ti.dag_id, task_ids=[task_id], run_ids=[ti.run_id]).get(ti.run_id, {})
+        # The key of an instance has its map index at the end; a group without instances has one key without.
+        count = sum(key != task_id and state != "removed" for key, state in states.items())
+        values: list[Any] = ti.xcom_pull(task_ids=task_id, key=self.key, map_indexes=range(count))
+        if missing := [str(index) for index, value in enumerate(values) if value is None]:
+            logger.info("%s has no value of map index %s: None stands for each", task_id, ", ".join(missing))
+        return values
+
+
+def by_map_index(value: Any, group: Any) -> Any:
+    """Returns an XCom in which outputs of mapped task groups, but not of the task's own group, are `_OfGroup`."""
+    if type(value) is PlainXComArg:
+        of_value = value.operator.get_closest_mapped_task_group()
+        return value if of_value in (None, group) else _OfGroup(value.operator, value.key)
+    if isinstance(value, XComArg):
+        # Those of `.map()`, `.zip()` and `.concat()`.
+        inner = {name: by_map_index(getattr(value, name), group) for name in ("arg", "args") if hasattr(value, name)}
+        return attrs.evolve(value, **inner) if inner else value  # type: ignore[misc]
+    return tuple(by_map_index(each, group) for each in value) if type(value) is tuple else value
 
 
 def check_early(task: Any) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.airflow import versions
 from tests.airflow.versions import RunDag
 
 OF_THE_LAUNCHER_ALONE = {
@@ -121,6 +122,57 @@ def test_default_arguments_of_a_dag_reach_the_options() -> None:
     assert operator.deferrable is operator.retry_user_errors is False
     with pytest.raises(TypeError, match="num_proceses"):
         TorchDistributorOperator(task_id="wrong", train=print, num_proceses=2)
+
+
+def test_a_mapped_group_s_output_is_a_list_by_map_index(
+    dag: Any, run_dag: RunDag, caplog: pytest.LogCaptureFixture, operator: Any
+) -> None:
+    """Airflow gives a text for one instance, None for none, and leaves skipped instances out."""
+    from airflow.sdk import task, task_group
+
+    @task
+    def part(day: str) -> str:
+        if day == "b":
+            raise versions.exception("AirflowSkipException")
+        return f"/rows/{day}"
+
+    @task_group
+    def of_day(day: str) -> Any:
+        return part(day)
+
+    groups = [of_day.override(group_id=f"g{len(days)}").expand(day=days) for days in (["a", "b", "c"], ["a"], [])]
+    several, one, none = groups
+    given = {"several": several, "one": one, "none": none, "deep": {"in": [one]}, "upper": one.map(str.upper)}
+    operator(dict, op_kwargs=given, trigger_rule="all_done")
+    outcome = run_dag(dag)
+    assert outcome.xcom("train") == {
+        "several": ["/rows/a", None, "/rows/c"],
+        "one": ["/rows/a"],
+        "none": [],
+        "deep": {"in": [["/rows/a"]]},
+        "upper": ["/ROWS/A"],
+    }, outcome.errors
+    assert caplog.text.count("g3.part has no value of map index 1: None stands for each") == 1
+
+
+def test_inside_of_a_mapped_group_a_training_gets_the_value_of_its_instance(
+    dag: Any, run_dag: RunDag, tmp_path: Path
+) -> None:
+    from airflow.sdk import task, task_group
+
+    from airflow_rankzero import torch_distributor
+
+    @task
+    def part(day: str) -> str:
+        return f"/rows/{day}"
+
+    @task_group
+    def of_day(day: str) -> None:
+        torch_distributor(task_id="train", num_processes=1, conn_id="here", store=str(tmp_path))(repr)(part(day))
+
+    of_day.expand(day=["a", "b"])
+    outcome = run_dag(dag)
+    assert outcome.mapped_xcoms("of_day.train") == ["'/rows/a'", "'/rows/b'"], outcome.errors
 
 
 def with_context(lr: float, ds: str | None = None, **context: Any) -> list[Any]:

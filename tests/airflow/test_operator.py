@@ -6,7 +6,6 @@ import shutil
 import signal
 import sys
 import threading
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from tests.airflow.versions import RunDag
 from tests.conftest import until
 
 from rankzero import Launcher
-
-NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 
 def make_weights(scale: float) -> dict:

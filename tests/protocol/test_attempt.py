@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from rankzero import EngineError, Launcher, LocalEngine, RankZeroError, RunCancelledError, RunHandle, WorkerFailedError
-from rankzero.bounds import STOP_MARGIN
 from rankzero.channel import messages
 from rankzero.channel.client import Driver
 from rankzero.channel.connection import Connection
@@ -175,16 +174,6 @@ def play(launcher: Launcher, tmp_path: Path) -> Callable[..., Played]:
         return played
 
     return run
-
-
-def test_every_rank_finishes_and_the_value_is_rank_0s(play: Callable[..., Played]) -> None:
-    async def clean_up(agent: Agent) -> None:
-        await succeed(agent)
-        await asyncio.sleep(2 * STOP_MARGIN())
-
-    played = play(succeed, clean_up)
-    phase = RunHandle.attach(played.directory).status().phase
-    assert (played.value, played.error, played.was_cancelled, phase) == (7, None, False, "final")
 
 
 def test_an_agent_that_dies_after_the_success_does_not_end_the_others(play: Callable[..., Played]) -> None:
