@@ -179,17 +179,6 @@ class Deployment:
         """What a user does who marks a task as ``"failed"`` or ``"success"``."""
         self.call("PATCH", self.task(dag_id, run_id, task_id), {"new_state": state})
 
-    def clear(self, dag_id: str, run_id: str, task_id: str) -> None:
-        """What a user does who clears a task and those behind it."""
-        body = {
-            "dry_run": False,
-            "dag_run_id": run_id,
-            "task_ids": [task_id],
-            "only_failed": False,
-            "include_downstream": True,
-        }
-        self.call("POST", f"/api/v2/dags/{dag_id}/clearTaskInstances", body)
-
     def xcom(self, dag_id: str, run_id: str, task_id: str, key: str = "return_value") -> Any:
         """A value as the UI gets it."""
         return self.call("GET", self.task(dag_id, run_id, task_id) + f"/xcomEntries/{key}")["value"]
