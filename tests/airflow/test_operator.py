@@ -40,7 +40,7 @@ def describe(given: dict, *, word: str, lr: str) -> dict:
 def test_values_travel_by_themselves_or_by_reference(
     dag: Any, run_dag: RunDag, tmp_path: Path, capfd: pytest.CaptureFixture[str], operator: Any
 ) -> None:
-    from airflow.sdk import DAG, task
+    from airflow.sdk import task
 
     from airflow_rankzero import TorchDistributorOperator
     from rankzero import ResultRef
@@ -76,17 +76,6 @@ def test_values_travel_by_themselves_or_by_reference(
     assert [name[: name.rindex("-")] for name in runs] == [
         f"{dag.dag_id}__{first.run_id}__{name}".replace(":", "-") for name in ("report", "train")
     ]
-
-    with DAG("another_dag") as another:
-
-        @task
-        def pull(**context: Any) -> float:
-            found = context["ti"].xcom_pull(dag_id=dag.dag_id, task_ids="train", run_id=first.run_id)
-            return float(found.load()["weights"].sum())
-
-        pull()
-    second = run_dag(another)
-    assert second.xcom("pull") == 18.0, second.errors
 
 
 @pytest.mark.parametrize("codes", [pytest.param(99, marks=pytest.mark.soak), (98, 99)])
