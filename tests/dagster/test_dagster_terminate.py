@@ -22,8 +22,11 @@ from rankzero import RunHandle
 
 DEFINITIONS = Path(__file__).parent / "durable_training.py"
 
-IN_TERMINAL = ["bash", "-c", 'exec <"$0"; set -m; "$@"; exit $?']
-"""A shell with job control, as the leader of a session: it gets the terminal that it opens first, as in a window."""
+AT_TERMINAL = ["bash", "-c", 'exec "$@" <"$0"']
+"""The leader of a session gets the terminal that it opens first."""
+
+JOB_CONTROL = ["bash", "-m", "-c", '"$@"; exit $?', "bash"]
+"""The program is a process group of its own, which a key reaches and the shell's end does not."""
 
 
 def mark_of(root: Path) -> str:
@@ -89,7 +92,7 @@ def dagster(root: Path, terminal: tuple[int, int]) -> Iterator[Deployment]:
         # Only ranks get the resource's `env`; everything that is started here carries another mark.
         "TEST_RANK_MARK": mark_of(root),
     }
-    deployment = Deployment(home, DEFINITIONS, variables, [*IN_TERMINAL, os.ttyname(terminal[1])])
+    deployment = Deployment(home, DEFINITIONS, variables, [*AT_TERMINAL, os.ttyname(terminal[1]), *JOB_CONTROL])
     try:
         yield deployment
     finally:
