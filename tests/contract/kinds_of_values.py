@@ -169,10 +169,14 @@ KINDS: dict[str, Callable[[], Any]] = {
 """Name to a function that makes one. Each comes back the same: `same`."""
 
 
-def _pandas() -> dict[str, Callable[[], Any]]:
+def arguments() -> dict[str, Callable[[], Any]]:
+    """Returns further kinds that users give as arguments; some of them cannot be pickled."""
     import pandas
+    import pyarrow
+    import scipy.sparse
 
     days = lambda: pandas.date_range("2026-01-01", periods=3, tz="UTC")  # noqa: E731
+    fields = [("a", pyarrow.int32()), ("b", pyarrow.list_(pyarrow.string()))]
     return {
         "data frame": lambda: pandas.DataFrame({"x": [1, 2], "y": ["a", None], "z": [0.5, float("nan")]}),
         "data frame with an index": lambda: pandas.DataFrame({"x": [1, 2, 3]}, index=days()),
@@ -181,23 +185,8 @@ def _pandas() -> dict[str, Callable[[], Any]]:
         "timestamp": lambda: pandas.Timestamp("2026-01-02 03:04", tz="Europe/Berlin"),
         "categorical": lambda: pandas.Categorical(["a", "b", "a"]),
         "days": days,
-    }
-
-
-def _pyarrow() -> dict[str, Callable[[], Any]]:
-    import pyarrow
-
-    fields = [("a", pyarrow.int32()), ("b", pyarrow.list_(pyarrow.string()))]
-    return {
         "arrow table": lambda: pyarrow.table({"a": [1, 2], "b": ["x", None]}),
         "arrow schema": lambda: pyarrow.schema(fields, {"made": "by hand"}),
-    }
-
-
-def _others() -> dict[str, Callable[[], Any]]:
-    import scipy.sparse
-
-    return {
         "numpy generator": lambda: numpy.random.default_rng(3),
         "masked array": lambda: numpy.ma.masked_equal([1, 2, 3], 2),
         "sparse matrix": lambda: scipy.sparse.csr_matrix([[0, 1], [2, 0]]),
@@ -208,11 +197,6 @@ def _others() -> dict[str, Callable[[], Any]]:
         "nested sets": lambda: {frozenset("abc"), frozenset("xyz")},
         "lock": threading.Lock,
     }
-
-
-def arguments() -> dict[str, Callable[[], Any]]:
-    """Returns further kinds that users give as arguments; some of them cannot be pickled."""
-    return {**_pandas(), **_pyarrow(), **_others()}
 
 
 def same(one: Any, other: Any) -> bool:

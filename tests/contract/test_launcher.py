@@ -161,22 +161,6 @@ def test_a_damaged_reference_fails_the_run_that_opens_it(launcher: Launcher, tmp
         launcher.options(num_processes=1).run(lambda value: value, ref)
 
 
-def test_a_value_that_cannot_be_pickled_loses_only_the_value(launcher: Launcher) -> None:
-    from rankzero import ResultError
-
-    def train() -> object:
-        import rankzero.train as rt
-
-        rt.report({"loss": 0.5})
-        return threading.Lock()
-
-    launcher = launcher.options(run_id="unpicklable", num_processes=1)
-    with pytest.raises(ResultError, match="of type _thread.lock cannot be pickled"):
-        launcher.run(train)
-    handle = RunHandle.attach(os.path.join(str(launcher.store), "unpicklable"))
-    assert [row["loss"] for row in handle.metrics()] == [0.5]
-
-
 def test_the_value_is_that_of_global_rank_0_whoever_ends_last(launcher: Launcher) -> None:
     def train() -> object:
         import time
