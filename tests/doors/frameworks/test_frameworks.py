@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.docs.pages import blocks
 
 from rankzero import InvalidJobError, Launcher, WorkerFailedError
 from rankzero.compat.deepspeed_distributor import DeepspeedTorchDistributor
@@ -212,3 +213,14 @@ def test_deepspeed_trains_with_its_own_engine(tmp_path: Path) -> None:
     engine, optimizer, world_size, lr, losses = distributor.run(str(tmp_path / "train.py"), "--lr=0.5")
     assert (engine, optimizer, world_size, lr) == ("DeepSpeedEngine", "DeepSpeedZeroOptimizer", 2, 0.5)
     assert losses[-1] < losses[0]
+
+
+@needs("optuna")
+def test_the_documentations_study_finds_a_good_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANKZERO_STORE", str(tmp_path))
+    found, study = [block for block in blocks("docs/python.md") if "sweep_step" in block.text]
+    names: dict[str, Any] = {"__name__": "sweeps"}
+    for block in (found, study):
+        exec(compile(block.text, block.page, "exec", dont_inherit=True), names)
+    assert len(names["study"].trials) == 12
+    assert abs(names["study"].best_params["lr"] - 0.3) < 0.3
