@@ -1,4 +1,4 @@
-"""The blocks of the documentation that are for Dagster: definitions that load, and what the package imports for that."""
+"""The blocks of the documentation that are for Dagster: definitions that load, and what loading them imports."""
 
 from __future__ import annotations
 
