@@ -416,11 +416,7 @@ def test_a_value_that_was_returned_before_a_cancel_is_the_result(launcher: Launc
             self.cancelled = cancelled
 
         def __reduce__(self) -> tuple[Any, ...]:
-            import time
-
-            deadline = time.monotonic() + 60.0
-            while not self.cancelled.exists() and time.monotonic() < deadline:
-                time.sleep(0.05)
+            until(self.cancelled.exists, 60.0, "the cancel")
             time.sleep(2)
             return str, ("whole",)
 

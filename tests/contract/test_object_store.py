@@ -4,7 +4,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +89,7 @@ def test_a_run_on_s3_is_restarted_from_its_checkpoint_and_opened_by_another_proc
         if checkpoint is None:
             rt.report({"loss": 2.0}, checkpoint={"w": torch.ones(3)} if rt.get_context().rank == 0 else None)
             # A checkpoint that was reported counts once it is committed, which takes the store a moment.
-            deadline = time.monotonic() + 60
-            while rt.get_checkpoint() is None and time.monotonic() < deadline:
-                time.sleep(0.01)
+            until(rt.get_checkpoint, 60, "the checkpoint")
             os.kill(os.getpid(), signal.SIGKILL)
         return {"w": checkpoint.load()["w"] * 2}
 
