@@ -99,3 +99,14 @@ def test_an_output_whose_type_is_checked_gets_the_value(resources: dict[str, obj
         return torch_distributor.run(context, lambda: {"x": 1})
 
     assert dg.materialize([typed], resources=resources).output_for_node("typed") == {"x": 1}
+
+
+def test_several_partitions_of_a_run_get_the_value(resources: dict[str, object], instance: dg.DagsterInstance) -> None:
+    @dg.asset(partitions_def=dg.StaticPartitionsDefinition(["a", "b"]), backfill_policy=dg.BackfillPolicy.single_run())
+    def letters(context: Context, torch_distributor: TorchDistributorResource):
+        return torch_distributor.run(context, lambda: {"a": 1, "b": 2})
+
+    both = {"dagster/asset_partition_range_start": "a", "dagster/asset_partition_range_end": "b"}
+    dg.materialize([letters], resources=resources, instance=instance, tags=both)
+    defs = dg.Definitions([letters], resources=resources)
+    assert defs.load_asset_value("letters", partition_key="b", instance=instance) == 2
