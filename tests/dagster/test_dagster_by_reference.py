@@ -110,3 +110,23 @@ def test_several_partitions_of_a_run_get_the_value(resources: dict[str, object],
     dg.materialize([letters], resources=resources, instance=instance, tags=both)
     defs = dg.Definitions([letters], resources=resources)
     assert defs.load_asset_value("letters", partition_key="b", instance=instance) == 2
+
+
+def test_each_output_has_an_io_manager_of_its_own(resources: dict[str, object], tmp_path: Path) -> None:
+    def small() -> dict[str, int]:
+        return {"x": 1}
+
+    @dg.asset
+    def seen(here, there) -> list[int]:
+        return [here["x"], there["x"]]
+
+    assets = [
+        torch_asset(name="here")(small),
+        torch_asset(name="there", io_manager_key="other")(small),
+        seen,
+    ]
+    given = {**resources, "other": dg.FilesystemIOManager(base_dir=str(tmp_path / "others"))}
+    result = dg.materialize(assets, resources=given)
+    assert isinstance(result.output_for_node("here"), ResultRef)
+    assert result.output_for_node("there") == {"x": 1}
+    assert result.output_for_node("seen") == [1, 1]

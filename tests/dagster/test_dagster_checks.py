@@ -274,3 +274,16 @@ def test_bounds_are_checked_for_each_partition(instance: dg.DagsterInstance) -> 
     }
     for evaluation in result.get_asset_check_evaluations():
         assert evaluation.target_materialization_data.storage_id == stored[evaluation.partition]
+
+
+def test_a_check_that_runs_without_a_partition_judges_the_newest_one(instance: dg.DagsterInstance) -> None:
+    regions = dg.StaticPartitionsDefinition(["eu", "us"])
+    specs = [dg.AssetSpec(name, partitions_def=regions) for name in ("model", "champion")]
+    for name, region, accuracy in (("champion", "eu", 0.5), ("champion", "us", 0.9), ("model", "eu", 0.7)):
+        shown = dg.AssetMaterialization(name, partition=region, metadata={"accuracy": accuracy})
+        instance.report_runless_asset_event(shown)
+    check = build_champion_check(*specs, "accuracy", blocking=False)
+    jobs = [dg.define_asset_job("check", dg.AssetSelection.checks(check))]
+    defs = dg.Definitions(specs, asset_checks=[check], jobs=jobs)
+    assert defs.resolve_job_def("check").execute_in_process(instance=instance).success
+    assert history(instance, "model", "accuracy_beats_champion") == {None: "FAILED"}

@@ -72,3 +72,21 @@ def test_an_asset_without_a_value_gets_the_metadata(body: Body, resources: dict[
     shown = metadata_of(result, "model")
     assert shown["world_size"] == 1
     assert Path(str(shown["run_directory"])).is_dir()
+
+
+def test_an_op_inside_of_a_graph_asset_passes_its_value_on(resources: dict[str, object]) -> None:
+    @dg.op
+    def inner(context: Context, torch_distributor: TorchDistributorResource):
+        return torch_distributor.run(context, train)
+
+    @dg.op
+    def doubled(trained):
+        return trained["metrics"] * 2
+
+    @dg.graph_asset
+    def metrics():
+        return doubled(inner())
+
+    result = dg.materialize([metrics], resources={"torch_distributor": resources["torch_distributor"]})
+    assert [event.asset_key.to_user_string() for event in result.get_asset_materialization_events()] == ["metrics"]
+    assert value_of(result, "metrics") == 4

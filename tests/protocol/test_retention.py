@@ -62,6 +62,7 @@ def names(root: str) -> list[str]:
 def test_what_was_begun_in_this_hour_stays(root: str) -> None:
     begin(root, "begun")
     assert collect(root, 1.0, now=NOW + 600).removed == []
+    assert collect(root + "/nowhere", MONTH).removed == []
 
 
 def test_only_old_runs_that_ended_are_removed(root: str) -> None:

@@ -16,9 +16,14 @@ from tests.services import spark_session
 
 from rankzero import Launcher, SparkEngine
 from rankzero.engines.spark.context import known
+from rankzero.engines.spark.stage import make_task
 from rankzero.task.zygote import PRELOADED_LATER
 
 pytestmark = pytest.mark.usefixtures("own_zygotes")
+
+
+TASK_BYTES = 10_000
+"""The code of rankzero, nearly 200 kB, does not go with the tasks of every launch."""
 
 
 def where_from() -> list[int]:
@@ -106,3 +111,24 @@ def test_the_code_goes_to_the_executors_once(launcher: Launcher, spark: Any, mon
     os.unlink(known(spark.sparkContext).code()._path)
     launcher.options(engine=SparkEngine(session=spark)).run(len, [])
     assert len(made) == 2
+
+
+def test_what_spark_sends_with_a_task_does_not_depend_on_the_arguments(launcher: Launcher, spark: Any) -> None:
+    from pyspark import cloudpickle
+
+    sizes = []
+    for argument in (b"", bytes(3_000_000)):
+        seen: list[int] = []
+
+        def measured(*args: Any, into: list[int] = seen) -> Any:
+            task = make_task(*args)
+            into.append(len(cloudpickle.dumps(task)))
+            return task
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("rankzero.engines.spark.engine.make_task", measured)
+            assert launcher.options(engine=SparkEngine(session=spark)).run(len, argument) == len(argument)
+        sizes += seen
+    small, large = sizes
+    assert abs(large - small) < 1000
+    assert large < TASK_BYTES
