@@ -1,6 +1,5 @@
 """What can be launched, what is refused, and what travels along."""
 
-import importlib.util
 import io
 import os
 import subprocess
