@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rankzero.run.tries import PipelineTry
     from rankzero.submit import durable
     from rankzero.submit.start import Request
-    from rankzero.sweep import Mode, Sweep
+    from rankzero.sweep import Sweep
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -157,7 +157,7 @@ class Launcher(Options):
         /,
         *,
         metric: str | None = None,
-        mode: Mode = "min",
+        mode: str = "min",
         max_parallel: int = 1,
     ) -> Sweep:
         """Runs a sweep: trains with many sets of keyword arguments, some in parallel, and compares the trials.
@@ -196,17 +196,15 @@ class Launcher(Options):
             0.3
         """
         from rankzero.run.handle import RunHandle
-        from rankzero.sweep import named, run_trials
+        from rankzero.sweep import run_trials
 
         COUNT_FROM_ONE.check("max_parallel", max_parallel)
         MODE.check("mode", mode)
-        trials = named(self.run_id, params)
 
-        def start(number: int) -> AbstractContextManager[RunHandle[Any]]:
-            run_id, kwargs = trials[number]
+        def start(run_id: str | None, kwargs: dict[str, Any]) -> AbstractContextManager[RunHandle[Any]]:
             return self.options(run_id=run_id).owned(train, (), kwargs)
 
-        sweep = run_trials(start, [kwargs for _, kwargs in trials], metric, max_parallel)
+        sweep = run_trials(start, self.run_id, params, metric, max_parallel)
         sweep.metric, sweep.mode = metric, mode
         for trial in sweep:
             if trial.result:
