@@ -117,8 +117,6 @@ class InsufficientSlotsError(EngineError):
     """Raised if the cluster has fewer task slots (or GPUs) than the job needs."""
 
     code = "RZ-2100"
-    needed: int | None
-    available: int | None
 
 
 class StartTimeoutError(EngineError, TimeoutError):

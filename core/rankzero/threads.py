@@ -88,12 +88,9 @@ async def reply_of(future: Future[T], seconds: float | None = None) -> T:
 
 
 async def done_within(seconds: float, action: Callable[[], object], thread: ActionThread | None = None) -> bool:
-    """Runs an engine's action in a thread for limited time; returns False if it took longer.
+    """Runs an engine's action in a thread, if None a new one, for limited time; returns False if it took longer.
 
-    Args:
-        seconds: The limit.
-        action: The function that the thread calls. Its exception is only logged.
-        thread: The thread; None for a new one.
+    An exception of the action is only logged.
     """
     future = thread.submit(action) if thread else in_thread(action)
     try:
