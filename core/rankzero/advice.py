@@ -13,7 +13,6 @@ import sys
 from rankzero.errors import InvalidJobError
 
 TABLE: tuple[tuple[str, str], ...] = (
-    # -- modules and packages
     (
         r"^ModuleNotFoundError: No module named '(?:horovod|sparkdl)\b",
         "Import rankzero.compat.horovod and rankzero.compat.horovod.torch instead: docs/migrate.md#horovod",
@@ -29,14 +28,12 @@ TABLE: tuple[tuple[str, str], ...] = (
         r'Cannot run program "([^"]+)"',
         "the executors have no Python at {0!r}: set spark.pyspark.python to one they have",
     ),
-    # -- what a container may lack
     (
         r"unable to allocate shared memory|unable to open shared memory object",
         "/dev/shm of the host is full: give its container more (docker run --shm-size=8g; on Kubernetes an emptyDir "
         "with medium Memory at /dev/shm), or use fewer workers of data loaders",
     ),
     ("No space left on device|Disk quota exceeded", "the store or a local disk (TMPDIR, spark.local.dir) is full"),
-    # -- signals
     ("^killed by SIGKILL", "often the kernel's out-of-memory killer"),
     ("^killed by SIGABRT", "often a NCCL timeout or a failed assertion in native code"),
     ("^killed by SIGSEGV", "a crash in native code; the log shows the Python stack"),

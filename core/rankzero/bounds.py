@@ -42,12 +42,7 @@ def scaled(seconds: float) -> Callable[[], float]:
 
 
 def stretched(seconds: float, least: float = math.inf) -> Callable[[], float]:
-    """Returns a limit by which healthy processes are judged: `TIME_SCALE` stretches it.
-
-    Args:
-        seconds: The limit.
-        least: The seconds to which `TIME_SCALE` may shrink it; by default it never does.
-    """
+    """Returns a limit by which healthy processes are judged: `TIME_SCALE` stretches it, or shrinks it to ``least``."""
     return lambda: max(min(seconds, least), seconds * scale())
 
 
@@ -61,8 +56,6 @@ STORE_RETRY_INTERVAL = scaled(1.0)  # Between two requests to a store that fails
 WRITE_RETRY_INTERVAL = scaled(0.5)  # Between two tries to write a checkpoint, a result or lines to such a store
 LOG_TAIL_WIDTH = 2000  # Characters of each of the last lines of a rank that an error message shows
 MEET_TIMEOUT = stretched(30.0)  # For a rank to connect to rank 0's rendezvous
-
-# Who cancels a run, and the run's driver.
 CANCEL_TIMEOUT = stretched(30.0)  # Beyond stop_grace; nearly all of it if neither agents nor engine reply
 STOP_MARGIN = stretched(2.0)  # Beyond the grace, until agents are cancelled at the engine, which has as long
 REPORT_TIMEOUT = stretched(10.0)  # For the report, or the last card, of a run that has ended

@@ -67,12 +67,7 @@ def in_thread(action: Callable[[], T], name: str = "rankzero-engine") -> Future[
 async def reply_of(future: Future[T], seconds: float | None = None) -> T:
     """Returns the result of a thread to a coroutine, or raises its exception.
 
-    Args:
-        future: The future, which no cancellation of the coroutine changes.
-        seconds: The longest wait; None for no limit.
-
-    Raises:
-        TimeoutError: the thread has not finished in time, and continues.
+    Raises TimeoutError if the thread has not finished within ``seconds``; it continues, as after a cancellation.
     """
     loop, done = asyncio.get_running_loop(), asyncio.Event()
 
