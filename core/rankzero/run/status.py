@@ -74,6 +74,8 @@ class RunStatus:
         """Reads what `to_json` returned. Raises RunNotFoundError, with the path, if rankzero has not written this."""
         try:
             facts = json.loads(data)
+            if not facts.keys() >= {"state", "heartbeat"}:
+                raise ValueError("it has no state and no heartbeat")
             return cls(**{name: value for name, value in facts.items() if name in cls.__dataclass_fields__})
         except (AttributeError, TypeError, ValueError) as error:
             raise RunNotFoundError(f"{path} was not written by rankzero: {error}") from None
