@@ -69,32 +69,18 @@ def choose(value: object) -> str:
     return PICKLE
 
 
-class _Hashed:
-    """A file that is written to, whose digest a thread computes from the same memory meanwhile."""
-
-    def __init__(self, file: IO[bytes], pool: ThreadPoolExecutor) -> None:
-        self._file, self._pool, self.found = file, pool, hashlib.sha256()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def write(self, data: Any) -> int:
-        hashed = self._pool.submit(self.found.update, data)
-        written = self._file.write(data)
-        hashed.result()
-        return written
-
-
 def write(value: object, file_format: str, path: str) -> tuple[int, str]:
     """Writes a value to a local file, and returns the file's size in bytes and its digest. Raises like `dump`."""
-    with open(path, "w+b") as file, ThreadPoolExecutor(1, "rankzero-digest") as pool:
-        hashed = _Hashed(file, pool)
-        dump(value, file_format, hashed)
-        os.fsync(file.fileno())
-        return os.fstat(file.fileno()).st_size, f"sha256:{hashed.found.hexdigest()}"
+    with open(path, "w+b") as file, ThreadPoolExecutor(1, "rankzero-sync") as pool:
+        dump(value, file_format, file)
+        # The disk and a processor work at the same time.
+        synced = pool.submit(os.fsync, file.fileno())
+        digest = digest_of_file(file.fileno())
+        synced.result()
+        return os.fstat(file.fileno()).st_size, digest
 
 
-def dump(value: object, file_format: str, file: IO[bytes] | _Hashed) -> None:
+def dump(value: object, file_format: str, file: IO[bytes]) -> None:
     """Writes a value to an open file, and reads it back.
 
     Raises:
