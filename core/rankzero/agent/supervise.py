@@ -13,7 +13,6 @@ import base64
 import contextlib
 import dataclasses
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -254,11 +253,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         what = "it got SIGTERM: the cluster takes the place back"
         loop.add_signal_handler(signal.SIGTERM, lambda: self._leave(what, PREEMPTED))
-        watched = [sys.stdin.fileno()]
-        if "zygote" in self._config:
-            # A child that the holder has forked may keep the zygote's standard input open, or the zygote may hang.
-            watched += [self._config["owner"], os.pidfd_open(self._config["zygote"])]
-        for descriptor in watched:
+        for descriptor in (sys.stdin.fileno(), *self._config["watched"]):
             # At its end of file: nothing is sent.
             loop.add_reader(descriptor, self._orphan, descriptor)
 
@@ -356,13 +351,6 @@ class Agent:
             with contextlib.suppress(RuntimeError):
                 # It may be over.
                 self._patience.reschedule(time.monotonic() + STOPPED_LINES_TIMEOUT())
-
-
-def main() -> None:
-    """Entry point of an agent without a zygote; its configuration is one line of JSON on standard input."""
-    if not (line := sys.stdin.readline()):
-        sys.exit("the process that started this agent died before it sent the configuration")
-    run(json.loads(line))
 
 
 def run(config: dict[str, Any]) -> None:

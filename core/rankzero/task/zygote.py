@@ -7,6 +7,7 @@ It belongs to the process that holds the agents (`rankzero.task.zygotes`), and r
     <- {"status": 0}                   the agent's last act; any other status is sent by the zygote, after its end
     end of file, or the owner's exit: the agent gets its grace, and the zygote ends
 
+An agent is forked before its configuration arrives, for which it waits. A pair of sockets connects it to the zygote.
 Zygote and agent are both subreapers. The zygote ends what a killed agent leaves; the agent watches the zygote, and ends
 its ranks if that is killed. So nothing of a run survives either of them. Both watch the owner.
 """
@@ -64,76 +65,94 @@ def run(channel: socket.socket, owner: int, notes: Sequence[str] = (), *, prepar
         notes: Lines for the log of the first run.
         prepares: True uses pauses for what makes later launches cheaper.
     """
-    watched, lines = os.pidfd_open(owner), channel.makefile("rb")
-    while _wait([channel.fileno(), watched], prepares) == [channel.fileno()] and not forks.touches_gpu():
+    watched, lines, is_clean = [channel.fileno(), *_pidfds(owner)], channel.makefile("rb"), True
+    while is_clean and not forks.touches_gpu():
+        agent, ours = _fork_agent(watched, notes)
+        if prepares and not processes.readable(watched, LATER_AFTER_IDLE):
+            load_rest()
+            gather_memory()
+            # Another one, which has it all.
+            ours.close()
+            os.waitpid(agent, 0)
+            agent, ours = _fork_agent(watched, notes)
+            prepares = False
         line = b""
-        # The owner may have exited.
-        with contextlib.suppress(ConnectionResetError):
+        if processes.readable(watched, IDLE_TIMEOUT()) == watched[:1]:
+            # The owner may have exited.
+            with contextlib.suppress(ConnectionResetError):
+                line = lines.readline()
+        if not line.endswith(b"\n"):
+            return
+        with ours:
+            is_clean = _follow_agent(agent, ours, line, channel, watched, prepares=prepares)
+        notes = ()
+
+
+def _fork_agent(watched: Sequence[int], notes: Sequence[str]) -> tuple[int, socket.socket]:
+    """Forks an agent, which waits for its configuration; returns its process id and the zygote's socket to it."""
+    ours, theirs = socket.socketpair()
+
+    def run_agent() -> None:
+        _ignore_signals()
+        with theirs.makefile("rb") as lines:
             line = lines.readline()
-        if not line.endswith(b"\n") or _is_let_go(channel):
+        if not line:
             return
         config = json.loads(line)
         config["notes"] += notes
-        notes = ()
-        if not _run_agent(config, channel, watched):
-            return
-
-
-def _is_let_go(channel: socket.socket) -> bool:
-    """Returns True if the owner has let go, which does not wait for long imports: it has another agent by now."""
-    with contextlib.suppress(BlockingIOError):
-        return not channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    return False
-
-
-def _run_agent(config: dict[str, Any], channel: socket.socket, owner: int) -> bool:
-    """Runs an agent and ends what it leaves; returns False if this process must end, too."""
-    config |= {"zygote": os.getpid(), "owner": owner}
-    log = os.open(config["log"], os.O_WRONLY | os.O_APPEND)
-
-    def run_agent() -> None:
+        config["watched"] = [theirs.fileno(), *watched[1:]]
+        log = os.open(config["log"], os.O_WRONLY | os.O_APPEND)
+        for descriptor in (1, 2):
+            os.dup2(log, descriptor)
+        os.close(log)
+        forks.set_environment(config.pop("environ"))
         supervise.run(config)
         # Nothing that it has started is left, and to release its own memory takes 10 ms.
         with contextlib.suppress(OSError):
             os.write(0, b'{"status": 0}\n')
 
-    agent = forks.fork(
-        run_agent,
-        env=config.pop("environ"),
-        stdio=(channel.fileno(), log, log),
-        keep=[owner],
-        on_parent_death=signal.SIGCONT,
-    )
-    os.close(log)
-    ended = os.pidfd_open(agent)
-    _send(channel, {"pid": agent})
-    if "torch" in sys.modules and not processes.readable([ended, owner], LATER_AFTER_START):
+    with theirs:
+        keep = [theirs.fileno(), *watched[1:]]
+        stdio = watched[0], 1, 2
+        agent = forks.fork(run_agent, env=os.environ, stdio=stdio, keep=keep, on_parent_death=signal.SIGCONT)
+    return agent, ours
+
+
+def _ignore_signals() -> None:
+    """Ignores signals that a whole tree of processes gets: the agent, which has work, needs time to end its ranks."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _follow_agent(
+    agent: int, ours: socket.socket, line: bytes, channel: socket.socket, watched: Sequence[int], *, prepares: bool
+) -> bool:
+    """Runs an agent and ends what it leaves; returns False if this process must end, too."""
+    # The owner may have exited, or something has killed the agent.
+    with contextlib.suppress(OSError):
+        ours.sendall(line)
+        channel.sendall(b'{"pid": %d}\n' % agent)
+    ended, config = ours.fileno(), json.loads(line)
+    if prepares and not processes.readable([ended, *watched], LATER_AFTER_START):
         load_rest()
-    if ended not in processes.readable([ended, owner], None):
+    if ended not in processes.readable([ended, *watched], None):
         # The agent may be stopped. It watches the owner, too, and gives its ranks their grace.
         os.kill(agent, signal.SIGCONT)
         if not processes.readable([ended], config["grace"] + config["exit_timeout"] + OWNERLESS_MARGIN()):
             os.kill(agent, signal.SIGKILL)
-    os.close(ended)
     status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
     is_clean = processes.kill_descendants()
     if status:
-        _send(channel, {"status": status})
+        with contextlib.suppress(OSError):
+            channel.sendall(b'{"status": %d}\n' % status)
     return is_clean and not status
 
 
-def _send(channel: socket.socket, message: dict[str, int]) -> None:
-    # The owner may have exited.
-    with contextlib.suppress(OSError):
-        channel.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _wait(descriptors: Sequence[int], prepares: bool) -> list[int]:
-    """Waits for input, at most `IDLE_TIMEOUT`."""
-    if prepares and not processes.readable(descriptors, LATER_AFTER_IDLE):
-        load_rest()
-        gather_memory()
-    return processes.readable(descriptors, IDLE_TIMEOUT())
+def _pidfds(owner: int) -> list[int]:
+    """Returns a pidfd of the owner, of whose socket a child that it has forked may have a copy; empty without them."""
+    with contextlib.suppress(OSError, AttributeError):
+        return [os.pidfd_open(owner)]
+    return []
 
 
 def load(names: Sequence[str]) -> list[str]:
@@ -177,26 +196,23 @@ def gather_memory() -> None:
 
 def serve(listener: socket.socket, owner: int) -> None:
     """Forks a zygote for each process that connects, until the owner has exited."""
-    watched = os.pidfd_open(owner)
+    watched = [listener.fileno(), *_pidfds(owner)]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    while watched not in (ready := _wait([listener.fileno(), watched], True)):
-        if ready:
-            with listener.accept()[0] as connection:
-                fork_zygote(connection)
+    while processes.readable(watched, None) == watched[:1]:
+        with listener.accept()[0] as connection:
+            fork_zygote(connection, prepares=True)
 
 
-def fork_zygote(channel: socket.socket) -> None:
+def fork_zygote(channel: socket.socket, *, prepares: bool) -> None:
     """Forks a zygote that belongs to the process at the other end of the channel."""
     owner = peer_of(channel)
 
     def main() -> None:
         processes.become_subreaper()
-        # The owner may have exited meanwhile.
-        with contextlib.suppress(ProcessLookupError):
-            run(channel, owner)
+        run(channel, owner, prepares=prepares)
 
     with open(os.devnull) as nothing:
-        stdio = (nothing.fileno(), 1, 2)
+        stdio = nothing.fileno(), 1, 2
         forks.fork(main, env=os.environ, stdio=stdio, keep=[channel.fileno()], on_parent_death=signal.SIGCONT)
 
 
@@ -212,10 +228,7 @@ def main() -> None:
     """
     owner, directory, kind = int(sys.argv[1]), *sys.argv[2:]
     processes.settle_signals()
-    # Of a whole tree of processes that gets one of these, the agent needs this process to give its ranks their grace.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    _ignore_signals()
     # An import may hang.
     processes.end_with_parent(owner)
     processes.become_subreaper()

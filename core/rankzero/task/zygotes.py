@@ -36,7 +36,7 @@ SHARED = "RANKZERO_ZYGOTE"
 """Environment variable with the path of a Unix socket, behind which a process forks a zygote for each connection. The
 test suite sets it, whose thousands of processes would import torch otherwise."""
 
-_WARM, _COLD, _ALONE = "warm", "cold", "alone"  # A zygote that imports torch, one that does not, an agent without one
+_WARM, _COLD = "warm", "cold"  # A zygote that imports torch, and one that does not
 _KEPT = "_rankzero_zygotes"  # Attribute of `sys`, since a Python worker of Spark unpickles this module for each task
 _PACKAGES = re.compile(r"(site|dist)-packages$|\.(zip|egg)$")
 _TAIL = 4096  # Bytes of what was printed last that an error shows
@@ -52,16 +52,20 @@ class Agent:
     """An agent that a zygote runs."""
 
     def __init__(self, pid: int, zygote: subprocess.Popen[bytes] | None) -> None:
-        self._pidfd, self._zygote = -1, zygote
-        # It may have ended already.
-        with contextlib.suppress(ProcessLookupError):
+        self._pid, self._zygote, self._pidfd = pid, zygote, -1
+        self.has_ended = False
+        # It may have ended already; and some systems have none.
+        with contextlib.suppress(OSError, AttributeError):
             self._pidfd = os.pidfd_open(pid)
             weakref.finalize(self, os.close, self._pidfd)
 
     def kill(self) -> None:
         """Kills the agent, unless it has ended; its zygote ends its descendants. To be called from any thread."""
         with contextlib.suppress(OSError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            if self._pidfd >= 0:
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            elif not self.has_ended:
+                os.kill(self._pid, signal.SIGKILL)
         if self._zygote:
             # It may be stopped.
             self._zygote.send_signal(signal.SIGCONT)
@@ -73,9 +77,8 @@ class Zygote:
     def __init__(self, channel: socket.socket, code: str, process: subprocess.Popen[bytes] | None = None) -> None:
         """Takes the socket to a process whose agents import rankzero from the path ``code``."""
         self._channel, self._code, self._replies, self._process = channel, code, channel.makefile("rb", 0), process
-        self.agent: Agent | subprocess.Popen[bytes] | None = None
-        """The agent, until it has ended; it is the process itself if that is no zygote."""
-        self.is_alone = False
+        self.agent: Agent | None = None
+        """The agent, until it has ended."""
         self.key, self.most, self.directory = "", 0, ""
 
     def launch(self, settings: dict[str, Any], timeout: float) -> bool:
@@ -84,9 +87,7 @@ class Zygote:
             self._channel.settimeout(timeout)
             self._channel.sendall(json.dumps({**settings, "code_path": self._code}).encode() + b"\n")
             self._channel.settimeout(None)
-            if self.is_alone:
-                self.agent = self._process
-            elif (reply := self._reply(timeout)) and "pid" in reply:
+            if reply := self._reply(timeout):
                 self.agent = Agent(reply["pid"], self._process)
         return self.agent is not None
 
@@ -102,9 +103,9 @@ class Zygote:
 
     def wait(self) -> int:
         """Waits for the agent and all that it has started; returns its exit code, negative for a signal."""
-        if self.is_alone and self._process:
-            return self._process.wait()
-        reply, self.agent = self._reply(None), None
+        reply = self._reply(None)
+        if self.agent:
+            self.agent.has_ended, self.agent = True, None
         if reply is None:
             # The zygote was killed, and the agent has ended after it.
             self.most = 0
@@ -151,10 +152,10 @@ def start(config: dict[str, Any], log: IO[bytes]) -> Zygote:
     """
     settings = {name: value for name, value in config.items() if name != "code_zip"}
     settings |= {"log": log.name, "environ": {**os.environ, "RANKZERO_SCRATCH": config["scratch"]}, "notes": []}
-    kind = _COLD if _has_pidfds() else _ALONE
-    if config["preload_timeout"] and kind == _COLD and (zygote := _start_warm(config, settings, log)):
+    # Elsewhere a process that has torch loaded cannot be forked.
+    if config["preload_timeout"] and sys.platform == "linux" and (zygote := _start_warm(config, settings, log)):
         return zygote
-    zygote = _start_zygote(config, kind, log)
+    zygote = _start_zygote(config, _COLD, log)
     if not zygote.launch(settings, START_TIMEOUT):
         zygote.close(0.0)
         raise RuntimeError(f"rankzero agent of task {config['task']} did not start{printed(log)}")
@@ -203,7 +204,6 @@ def _start_zygote(config: dict[str, Any], kind: str, log: IO[bytes]) -> Zygote:
     ours, theirs = socket.socketpair()
     with theirs:
         zygote = Zygote(ours, *_start_process(config, kind, directory, theirs, log))
-    zygote.is_alone = kind == _ALONE
     if kind == _WARM:
         zygote.directory = directory
     return zygote
@@ -217,13 +217,12 @@ def _start_process(
         code = os.path.join(directory, "rankzero.zip")
         with open(code, "wb") as file:
             file.write(config["code_zip"])
-    env = os.environ | {"RANKZERO_SCRATCH": config["scratch"]} if kind == _ALONE else os.environ | config["env"]
+    env = os.environ | config["env"]
     if kind == _WARM:
         # A check for GPUs that a library makes while it is imported must not open one.
         env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    program = BOOTSTRAP.format("agent.supervise" if kind == _ALONE else "task.zygote", "main")
     own = directory if kind == _WARM else ""
-    command = [sys.executable, "-c", program, code, str(os.getpid()), own, kind]
+    command = [sys.executable, "-c", BOOTSTRAP.format("task.zygote", "main"), code, str(os.getpid()), own, kind]
     process = subprocess.Popen(command, stdin=stdin.fileno(), stdout=log, stderr=log, start_new_session=True, env=env)
     return code, process
 
@@ -270,14 +269,6 @@ def _key_of(config: dict[str, Any]) -> str:
     code = config["code_path"] or hashlib.sha256(config["code_zip"]).hexdigest()
     facts = [sys.executable, code, packages, os.readlink("/proc/self/cwd"), inherited, limits, env]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _has_pidfds() -> bool:
-    # Some kernels and sandboxes have none.
-    with contextlib.suppress(OSError, AttributeError):
-        os.close(os.pidfd_open(os.getpid()))
-        return sys.platform == "linux"
-    return False
 
 
 def printed(log: IO[bytes]) -> str:
