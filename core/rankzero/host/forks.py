@@ -119,7 +119,7 @@ def _take_descriptors(stdio: tuple[int, int, int], keep: Sequence[int]) -> None:
 
 
 def set_environment(env: Mapping[str, str]) -> None:
-    """Makes ``env`` the environment. Sets only the variables that differ, since every page that a fork writes to is copied."""
+    """Makes ``env`` the environment, by the variables that differ: every page that a fork writes to is copied."""
     for name in os.environ.keys() - env.keys():
         del os.environ[name]
     for name, value in env.items():
