@@ -126,16 +126,15 @@ def processes_with(marker: str) -> list[int]:
 
 
 def is_idle_zygote(pid: int) -> bool:
-    """Returns True for a zygote that waits for its owner's next launch: it has the environment of an earlier one."""
+    """Returns True for a zygote that waits for its owner's next launch, and for the agent that it has forked for it."""
     command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    if (
-        len(command) < 5
-        or "rankzero.task.zygote" not in command[2]
-        or Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    ):
+    if len(command) < 5 or "rankzero.task.zygote" not in command[2]:
         return False
-    # Its forks show the same command.
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == command[4]
+    forks = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == command[4]:
+        return all(is_idle_zygote(int(fork)) for fork in forks)
+    # All forks show the command of the zygote. A rank has no socket there.
+    return not forks and os.readlink(f"/proc/{pid}/fd/0").startswith("socket:")
 
 
 def wait_until_gone(marker: str, timeout: float = ORPHAN_TIMEOUT) -> list[int]:

@@ -32,7 +32,7 @@ from rankzero.channel.connection import Connection
 from rankzero.channel.messages import Message, MessageError
 from rankzero.errors import LOST, PREEMPTED, RankZeroError
 from rankzero.host import network, processes
-from rankzero.host.processes import allow_open_files, settle_signals, watcher_of
+from rankzero.host.processes import allow_open_files, pidfd_of, readable, settle_signals
 from rankzero.host.usage import UsageSampler
 from rankzero.threads import ActionThread, reply_of
 from rankzero.worker.call import cut_off_message
@@ -62,7 +62,7 @@ class Agent:
             fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         self._ranks = [Rank(local_rank, config) for local_rank in range(config["workers"])]
         self._connection: Connection | None = None
-        self._caller_lives = watcher_of(config.get("caller"))
+        self._caller = pidfd_of(config["caller"]) if config.get("caller") else None
         self._inputs: Inputs | None = None
         self._reader = ActionThread("rankzero-inputs")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -72,7 +72,6 @@ class Agent:
         self._complete = asyncio.Event()
         self._stop_by = float("inf")
         self._kill: asyncio.TimerHandle | None = None
-        self._patience: asyncio.Timeout | None = None
         self.lost: str | None = None
         self.has_failed = False
 
@@ -147,7 +146,8 @@ class Agent:
     async def _driver_lives(self) -> bool:
         """Returns True while a silent driver lives and has the run: it may have been stopped, and another submitted."""
         inputs = self._inputs
-        return self._caller_lives() and (inputs is None or not await reply_of(self._reader.submit(inputs.is_ended)))
+        lives = self._caller is not None and not readable([self._caller], 0)
+        return lives and (inputs is None or not await reply_of(self._reader.submit(inputs.is_ended)))
 
     def _on_message(self, message: Message) -> None:
         match message:
@@ -293,7 +293,6 @@ class Agent:
         self._stop_by = min(self._stop_by, time.monotonic() + (self._config["grace"] if grace is None else grace))
         was_ending, self._is_ending, self._is_early = self._is_ending, True, True
         self._kill_at(self._stop_by)
-        self._hurry()
         for rank in self._ranks if not was_ending else ():
             rank.kill(signal.SIGTERM)
         self._collect()
@@ -329,8 +328,9 @@ class Agent:
             rank.drain()
         if not self.lost:
             with contextlib.suppress(OSError):
-                async with asyncio.timeout(LAST_LINES_TIMEOUT()) as self._patience:
-                    self._hurry()
+                # A run that was stopped has no time for all of them.
+                timeout = STOPPED_LINES_TIMEOUT() if self._is_early else LAST_LINES_TIMEOUT()
+                async with asyncio.timeout(timeout):
                     for rank in self._ranks:
                         await rank.output.send_waiting()
                     self._say_bye()
@@ -344,13 +344,6 @@ class Agent:
         for rank in self._ranks:
             rank.output.finish()
         self._send(messages.Bye())
-
-    def _hurry(self) -> None:
-        """Limits the delivery of lines after a stop."""
-        if self._patience and self._is_early:
-            with contextlib.suppress(RuntimeError):
-                # It may be over.
-                self._patience.reschedule(time.monotonic() + STOPPED_LINES_TIMEOUT())
 
 
 def run(config: dict[str, Any]) -> None:

@@ -31,7 +31,6 @@ from rankzero import bounds
 from rankzero.host.processes import SIGNALS, end_with_parent, settle_signals
 
 FORK_TIMEOUT = bounds.scaled(30.0)  # For which a fork waits for imports and requests to a store of rankzero's threads
-_HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 
 
 def fork(
@@ -74,10 +73,6 @@ def fork(
         os.setsid()
         _take_descriptors(stdio, keep)
         end_with_parent(parent, on_parent_death)
-        signal.set_wakeup_fd(-1)
-        for number in _HANDLED_SIGNALS:
-            if callable(signal.getsignal(number)):
-                signal.signal(number, signal.SIG_DFL)
         settle_signals()
         set_environment(env)
         main()

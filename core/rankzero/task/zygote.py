@@ -93,7 +93,7 @@ def _fork_agent(watched: Sequence[int], notes: Sequence[str]) -> tuple[int, sock
     ours, theirs = socket.socketpair()
 
     def run_agent() -> None:
-        _ignore_signals()
+        _outlive_signals()
         with theirs.makefile("rb") as lines:
             line = lines.readline()
         if not line:
@@ -118,9 +118,10 @@ def _fork_agent(watched: Sequence[int], notes: Sequence[str]) -> tuple[int, sock
     return agent, ours
 
 
-def _ignore_signals() -> None:
-    """Ignores signals that a whole tree of processes gets: the agent, which has work, needs time to end its ranks."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+def _outlive_signals() -> None:
+    """Ignores signals that a whole tree of processes gets, of which an agent gives its ranks their grace."""
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -228,7 +229,7 @@ def main() -> None:
     """
     owner, directory, kind = int(sys.argv[1]), *sys.argv[2:]
     processes.settle_signals()
-    _ignore_signals()
+    _outlive_signals()
     # An import may hang.
     processes.end_with_parent(owner)
     processes.become_subreaper()
@@ -244,7 +245,7 @@ def main() -> None:
         if forks.touches_gpu():
             raise SystemExit("a module that was loaded ahead has opened a GPU")
     # Wakes a stopped zygote.
-    processes.signal_on_parent_death(signal.SIGCONT)
+    processes.end_with_parent(owner, signal.SIGCONT)
     try:
         if channel.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             serve(channel, owner)
