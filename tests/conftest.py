@@ -17,7 +17,7 @@ import pytest
 from tests import spark_classes
 
 from rankzero import Launcher
-from rankzero.task import zygotes
+from rankzero.task import hold
 
 ROOT = Path(__file__).parents[1]
 
@@ -170,10 +170,10 @@ def describe(pid: int) -> str:
 @pytest.fixture
 def own_zygotes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lets each process start its own zygotes, as for users: for tests of what becomes of them."""
-    monkeypatch.delenv(zygotes.SHARED)
+    monkeypatch.delenv(hold.SHARED)
     yield
     # Their environment is that of the launch that started them.
-    idle, _ = zygotes._kept()
+    idle, _ = hold._kept()
     while idle:
         idle.pop().close(ORPHAN_TIMEOUT)
 

@@ -121,9 +121,16 @@ def template() -> None:
     forks.set_environment = show  # type: ignore[assignment]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while descriptors := socket.recv_fds(channel, 1, 1)[1]:
-        with socket.socket(fileno=descriptors[0]) as connection:
-            os.chdir(f"/proc/{zygote.peer_of(connection)}/cwd")
-            zygote.fork_zygote(connection, prepares=False)
+        with socket.socket(fileno=descriptors[0]) as connection, open(os.devnull) as nothing:
+            owner, *_ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            os.chdir(f"/proc/{owner}/cwd")
+
+            def run(connection: socket.socket = connection, owner: int = owner) -> None:
+                processes.become_subreaper()
+                zygote.Zygote(connection, owner, prepares=False).run()
+
+            stdio, keep = (nothing.fileno(), 1, 2), [connection.fileno()]
+            forks.fork(run, env=os.environ, stdio=stdio, keep=keep, on_parent_death=signal.SIGCONT)
     os._exit(0)
 
 

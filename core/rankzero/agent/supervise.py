@@ -12,7 +12,6 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
-import fcntl
 import os
 import shutil
 import signal
@@ -56,10 +55,6 @@ class Agent:
         self._config = config
         self._scratch: str = config["scratch"]
         processes.become_subreaper()
-        # The task process may be killed first; then only this lock shows that the directory is in use.
-        self._lock = os.open(self._scratch, os.O_RDONLY)
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         self._ranks = [Rank(local_rank, config) for local_rank in range(config["workers"])]
         self._connection: Connection | None = None
         self._caller = pidfd_of(config["caller"]) if config.get("caller") else None
