@@ -101,11 +101,9 @@ def make_directory(name: str) -> str:
 
     It is in ``TMPDIR``, else in Spark's local directory with most free space, else in ``/tmp``.
     """
-    root = tempfile.gettempdir()
-    if not any(os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP")):
-        places = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")
-        if writable := [place for place in places if os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)]:
-            root = max(writable, key=lambda place: shutil.disk_usage(place).free)
+    places = [] if os.environ.get("TMPDIR") else os.environ.get("SPARK_LOCAL_DIRS", "").split(",")
+    places = [place for place in places if os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)]
+    root = max(places, key=lambda place: shutil.disk_usage(place).free) if places else tempfile.gettempdir()
     for left in glob.glob(f"{glob.escape(os.path.join(root, name))}.*"):
         shutil.rmtree(left, ignore_errors=True)
     return tempfile.mkdtemp(prefix=f"{name}.", dir=root)
@@ -123,14 +121,13 @@ class Agent:
             weakref.finalize(self, os.close, self._pidfd)
 
     def kill(self) -> None:
-        """Kills the agent, unless it has ended; its zygote ends its descendants. To be called from any thread."""
+        """Kills the agent, unless it has ended, from any thread; its zygote, which may be stopped, ends the rest."""
         with contextlib.suppress(OSError):
             if self._pidfd >= 0:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             elif not self.has_ended:
                 os.kill(self._pid, signal.SIGKILL)
         if self._zygote:
-            # It may be stopped.
             self._zygote.send_signal(signal.SIGCONT)
 
 

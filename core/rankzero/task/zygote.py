@@ -55,13 +55,9 @@ _MADV_COLLAPSE = 25  # linux/mman.h; since Linux 6.1
 
 
 class Zygote:
-    """This process, which has one agent at a time.
+    """This process, which has one agent at a time, for the owner at the other end of the channel.
 
-    Args:
-        channel: The socket to the owner, the process that holds the agents.
-        owner: Its process id.
-        notes: Lines for the log of the first run.
-        prepares: True uses pauses for what makes later launches cheaper.
+    The log of the first run gets the notes. With ``prepares``, pauses are used for what makes later launches cheaper.
     """
 
     def __init__(self, channel: socket.socket, owner: int, notes: Sequence[str] = (), *, prepares: bool) -> None:

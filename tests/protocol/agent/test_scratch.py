@@ -122,6 +122,7 @@ def test_much_goes_where_the_user_or_spark_has_room(
     with tempfile.TemporaryDirectory() as short:
         if is_set:
             monkeypatch.setenv("TMPDIR", short)
+            monkeypatch.setattr(tempfile, "tempdir", short)
         scratch = launcher.options(num_processes=1).run(os.getenv, "RANKZERO_SCRATCH")
     assert scratch.startswith(f"{short if is_set else local}/rankzero-agent-")
     assert not os.path.exists(scratch)
@@ -164,6 +165,5 @@ def test_a_root_that_is_read_only(tmp_path: Path, marker: str) -> None:
     python = [sys.executable, str(tmp_path / "there.py"), str(tmp_path / "store")]
     command = ["unshare", "--mount", "sh", "-ec", READ_ONLY, "sh", str(tmp_path), *python]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
-    assert "can be written (tried TMPDIR, SPARK_LOCAL_DIRS=" in done.stderr
-    assert "name it in spark.local.dir or TMPDIR" in done.stderr
+    assert "No usable temporary directory found in" in done.stderr
     assert os.listdir(tmp_path / "local") == []
