@@ -116,7 +116,7 @@ class Attempt:
             self._identity = await reply_of(in_thread(make_identity, "rankzero-openssl"))
             logger.info("the connections of attempt %s are encrypted", self._number)
         # In the names of its directories on each host.
-        self._tag = hashlib.sha256(run.own.run.directory.encode()).hexdigest()[:8]
+        self._tag = hashlib.sha256(f"{socket.gethostname()} {run.own.run.directory}".encode()).hexdigest()[:8]
         directory = run.own.path("result")
         if run.own.is_remote:
             directory = self._files.enter_context(scratch_directory(self._tag))

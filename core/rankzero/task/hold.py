@@ -230,14 +230,16 @@ def _start_warm(config: dict[str, Any], settings: dict[str, Any], log: IO[bytes]
     """Returns a zygote that has torch loaded and runs the agent; None leaves the reason in the agent's notes."""
     # All that the state of a zygote depends on: launches with one key can share it.
     env = {name: value for name, value in {**os.environ, **config["env"]}.items() if not PER_RUN.fullmatch(name)}
+    with open("/proc/self/status") as file:
+        inherited = [line for line in file if line.startswith(("Umask:", "Cpus_allowed:"))]
     code = config["code_path"] or hashlib.sha256(config["code_zip"]).hexdigest()
-    key, (_, cold) = json.dumps([sys.executable, code, os.getcwd(), env], sort_keys=True), _kept()
+    key = json.dumps([sys.executable, code, os.readlink("/proc/self/cwd"), inherited, env], sort_keys=True)
     for zygote in _candidates(config, key, log):
         if zygote.launch(settings, config["preload_timeout"]):
             zygote.key, zygote.most = key, config.get("zygotes", 1)
             return zygote
         zygote.close(0.0)
-    if key not in cold:
+    if key not in (cold := _kept()[1]):
         cold.append(key)
         why = _printed(log) or f": that took more than {config['preload_timeout']:g} s"
         settings["notes"] = [f"rankzero: torch could not be loaded ahead, so each rank of this process imports it{why}"]

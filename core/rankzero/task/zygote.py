@@ -128,9 +128,7 @@ class Zygote:
     def _follow_agent(self, agent: int, ours: socket.socket, line: bytes) -> bool:
         """Runs an agent and ends what it leaves; returns False if this process must end, too."""
         self._notes = ()
-        # Something may have killed it.
-        with contextlib.suppress(OSError):
-            ours.sendall(line)
+        ours.sendall(line)  # Raises if something has killed it: the owner then starts another zygote
         self._send({"pid": agent})
         ended, config = ours.fileno(), json.loads(line)
         if self._prepares and not self._wait(LATER_AFTER_START, ended):

@@ -131,6 +131,22 @@ def test_directories_that_come_onto_the_search_path_between_two_runs_are_found(
     assert later.run(find) == ["relative", "absolute"]
 
 
+@pytest.mark.usefixtures("own_zygotes")
+def test_mask_and_cores_are_those_of_now_and_not_of_the_first_run(launcher: Launcher) -> None:
+    def look() -> list[Any]:
+        return [os.umask(0), sorted(os.sched_getaffinity(0))]
+
+    before = launcher.run(look)
+    cores = os.sched_getaffinity(0)
+    mask = os.umask(0o027)
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        assert launcher.run(look) == [0o027, [min(cores)]] != before
+    finally:
+        os.sched_setaffinity(0, cores)
+        os.umask(mask)
+
+
 def test_an_agent_that_comes_after_the_cancel_is_ended(tmp_path: Path) -> None:
     killed = threading.Event()
 
