@@ -344,6 +344,8 @@ class Agent:
 def run(config: dict[str, Any]) -> None:
     """Runs an agent in this process, whose standard input ends when the process that holds it lets go of it."""
     settle_signals()
+    # The zygote, and the agent until now, have ignored it by a handler, which ranks must not inherit.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     allow_open_files()
     os.environ.update(bounds.environment(config["env"]))
     agent = Agent(config)

@@ -57,8 +57,8 @@ def settle_signals() -> None:
     never notice that a rank was killed; with SIGTERM blocked, a rank could not save a last checkpoint.
     """
     for number in SIGNALS - _KEPT_IGNORED:
-        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        if signal.getsignal(number) not in (None, default):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             # SIGKILL and SIGSTOP have no disposition that could be set.
             with contextlib.suppress(OSError, ValueError):
                 signal.signal(number, default)
