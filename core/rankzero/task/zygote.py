@@ -55,7 +55,7 @@ _MADV_COLLAPSE = 25  # linux/mman.h; since Linux 6.1
 
 
 class Zygote:
-    """This process, which has one agent at a time, for the owner at the other end of the channel.
+    """A process that forks one agent at a time, for the owner at the other end of the channel.
 
     The log of the first run gets the notes. With ``prepares``, pauses are used for what makes later launches cheaper.
     """
