@@ -8,6 +8,7 @@ the agent, which finds and ends it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import resource
 import select
@@ -84,6 +85,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+@functools.cache
 def process_namespace() -> str:
     """Returns the scope in which a process id is valid and no network can be cut; else the name of the host.
 
