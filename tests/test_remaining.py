@@ -3,6 +3,7 @@
 import pytest
 
 from rankzero.channel.messages import Stack
+from rankzero.driver.ending import Facts
 from rankzero.driver.hangs import RETURNED_HANG, RETURNED_NOTICE, HangWatch, describe, is_waiting
 
 SITE = "/venv/lib/python3.12/site-packages/torch"
@@ -45,7 +46,7 @@ def watch(
     stacks: list[str], cpu_per_second: float | None = 0.0, progress_every: float = 1e9
 ) -> tuple[list[str], float]:
     """Rank 1 of two returns at 0; the lines that are told, and when the run counts as hung (0: never)."""
-    hangs, told, now, progress = HangWatch(2), [], 0.0, 0
+    hangs, told, now, progress = HangWatch(Facts(2, "")), [], 0.0, 0
     hangs.begin(-1e6)
     hangs.on_beat(0, 0, 0.0)
     hangs.on_return(1, 0.0)
@@ -57,7 +58,7 @@ def watch(
             cpu = None if cpu_per_second is None else now * cpu_per_second
             hangs.stacks[0] = Stack(stacks[int(now // RETURNED_NOTICE()) % len(stacks)], cpu)
             told += filter(None, [hangs.look(now)])
-        if hangs.find(now, None, frozenset()):
+        if hangs.find(now, None):
             return told, now
         now += 0.5
     return told, 0.0
@@ -90,22 +91,22 @@ def test_a_rank_that_works_alone_never_hangs_and_is_told_of_once(stacks: list[st
 
 @pytest.mark.parametrize("meanwhile", ["returns", "moves on"])
 def test_a_rank_that_returns_or_moves_on_while_its_stack_is_requested_does_not_hang(meanwhile: str) -> None:
-    hangs = HangWatch(2)
+    hangs = HangWatch(Facts(2, ""))
     hangs.begin(-1e6)
     hangs.on_beat(0, 0, 0.0)
     hangs.on_return(1, 0.0)
     hangs.stacks[0] = Stack(ALL_REDUCE, 0.0)
     hangs.look(RETURNED_NOTICE())
     now = RETURNED_HANG()
-    assert hangs.find(now, None, frozenset())
+    assert hangs.find(now, None)
     hangs.on_return(0, now) if meanwhile == "returns" else hangs.on_beat(0, 1, now)
     hangs.look(now + 1.0)
-    assert not hangs.find(now + 1.0, None, frozenset())
+    assert not hangs.find(now + 1.0, None)
 
 
 def test_nothing_is_told_while_there_is_progress_or_before_or_after_the_return() -> None:
     assert watch([ALL_REDUCE], progress_every=RETURNED_NOTICE() - 1) == ([], 0.0)
-    hangs = HangWatch(2)
+    hangs = HangWatch(Facts(2, ""))
     hangs.begin(0.0)
     assert not hangs.must_look(1e6)
     for rank in range(2):

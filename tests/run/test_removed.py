@@ -147,8 +147,7 @@ def test_a_driver_of_a_removed_run_publishes_and_writes_nothing(tmp_path: Path) 
     assert old.is_lost()
     assert not new.is_lost()
     (tmp_path / ".upload-part").write_text("old")
-    storage.received[str(tmp_path / ".upload-part")] = 3
-    facts: dict[str, Any] = {"path": "", "shared": False, "sharded": False, "metrics": {}, "time": 0.0, "sha256": ""}
+    facts: dict[str, Any] = {"sharded": False, "metrics": {}, "time": 0.0, "sha256": ""}
     facts |= {"file": "rank-0.json", "format": "json", "size": 3, "upload": "part"}
     storage.add_part(0, Part(id="0000-000000", index=0, **facts))
     until(lambda: not storage.is_busy, 60, "the commit")

@@ -140,7 +140,7 @@ class Facts:
             more from them.
         over: Ranks that have finished or failed, or whose process or agent is gone: they wait for no other rank.
         failures: The failures of ranks in the order in which they arrived.
-        stored: Rank 0's value, once it is stored.
+        stored: Rank 0's value, once it is stored, which finishes the rank.
         refusal: An error of the driver itself, such as a store that refuses the value; the last one counts.
         engine_ended: True once the engine reports that all agents have ended, with ``engine_error`` if with an error.
     """
@@ -163,11 +163,6 @@ class Facts:
         self.failures.append(failure)
         self.over.add(failure.rank)
         return True
-
-    def note_stored(self, ref: ResultRef, value: list[Any]) -> None:
-        """Records that the value of rank 0 is stored, which finishes the rank."""
-        self.stored = ref, value
-        self.finished.add(0)
 
     @property
     def success(self) -> Success | None:
@@ -204,7 +199,7 @@ def judge(facts: Facts, gone: Sequence[Member], explained: RankZeroError | None,
 
     Args:
         facts: The reports.
-        gone: Agents that exited before they were asked to, or are lost, or have been silent for long.
+        gone: Agents that exited before they were asked to, or are lost.
         explained: The typed error of the engine, if all agents have ended.
         stacks: Stacks of ranks that have not failed, if only consequences are known.
     """

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -31,7 +32,7 @@ from rankzero.values.digest import digest_of
 logger = logging.getLogger(__name__)
 
 SESSION_CLOSE_TIMEOUT = bounds.stretched(10.0)  # For an engine session to close (a SparkContext to stop)
-SLOTS_TIMEOUT = bounds.stretched(2.0)  # To wait for slots that are asked for as start_timeout ends
+REPLY_TIMEOUT = bounds.stretched(2.0)  # For the engine's reply to a request that is made as start_timeout ends
 T = TypeVar("T")
 GroupT = TypeVar("GroupT", bound=AgentGroup)
 
@@ -43,22 +44,27 @@ def cancel_late(reply: Future[GroupT]) -> None:
 
 
 class Places:
-    """Holds the engine session of a run, one at a time, and makes requests to it."""
+    """Holds the engine session of a run, one at a time, and makes requests to it.
+
+    Attributes:
+        own: The submission, whose attempts share this object.
+        env: The user's environment for the ranks.
+        recorder: Writes what happens.
+        watch: Knows what ends the run from outside.
+        session: The open session, if there is one.
+        left_nothing: False if a session did not close, so a JVM that was stopped may still exist.
+    """
 
     def __init__(
         self, engine: Engine, own: Submission, env: Mapping[str, str], recorder: Recorder, watch: Watch
     ) -> None:
-        """Prepares the object without opening a session, for ranks with the user's environment ``env``."""
+        """Prepares the object without opening a session."""
         self._engine = engine
-        self._own = own
-        self._env = env
-        self._recorder = recorder
-        self._watch = watch
+        self.own, self.env, self.recorder, self.watch = own, env, recorder, watch
         self._thread = ActionThread()
         self.session: EngineSession | None = None
         self._url: str | None = None
         self.left_nothing = True
-        """False if a session did not close, so a JVM that was stopped may still exist."""
 
     async def open(self, deadline: float) -> EngineSession:
         """Returns the run's session, which is opened now if there is none. Raises as `request`."""
@@ -66,8 +72,8 @@ class Places:
             return self.session
 
         def open_it() -> EngineSession:
-            self._engine.start_ahead(self._own.job, self._env)
-            session = self._engine.open(self._own.job)
+            self._engine.start_ahead(self.own.job, self.env)
+            session = self._engine.open(self.own.job)
             # A missing link must not fail a run.
             with contextlib.suppress(Exception):
                 self._url = session.url
@@ -79,9 +85,9 @@ class Places:
 
         session = self.session = await self.request(open_it, deadline, if_late=close_late)
         for note in session.notes:
-            self._recorder.announce("engine", note)
+            self.recorder.announce("engine", note)
         if self._url:
-            self._recorder.update(engine_url=self._url)
+            self.recorder.update(engine_url=self._url)
         return session
 
     async def request(
@@ -101,24 +107,26 @@ class Places:
         Raises:
             RankZeroError: the engine failed or has not replied in time, or the run must end.
         """
-        began, job = time.monotonic(), self._own.job
+        began, job = time.monotonic(), self.own.job
+        # The engine's reply is a better reason for an error than that it has not replied yet.
+        limit = math.inf if deadline is None else max(deadline, began + REPLY_TIMEOUT())
         name = job.engine.get("master") or job.engine.get("server") or job.engine.get("kind")
-        reply = self._thread.submit(functools.partial(_with_typed_error, action))
+        reply = self._thread.submit(action)
 
         def check() -> None:
-            self._watch.check()
+            self.watch.check()
             now = time.monotonic()
-            if deadline is None or reply.done():
-                return
-            if now - began > bounds.WAITING_INTERVAL():
-                self._recorder.note_waiting(f"waiting for the engine {name} to answer, for {now - began:.0f} s")
-            if now > deadline:
+            if deadline and now - began > bounds.WAITING_INTERVAL():
+                self.recorder.note_waiting(f"waiting for the engine {name} to answer, for {now - began:.0f} s")
+            if now > limit:
                 what = f"the engine {name} did not answer within start_timeout={job.start_timeout} s"
                 raise StartTimeoutError(what, missing=["engine"])
 
         try:
-            return await self._watch.reply_of(reply, check)
-        except BaseException:
+            return await self.watch.reply_of(reply, check)
+        except BaseException as error:
+            if reply.done() and reply.exception() is error and not isinstance(error, RankZeroError):
+                raise EngineError(f"the engine failed: {words_of(error)}") from error
             # The request may never return, so later ones do not wait for it.
             self._abandon()
             if if_late:
@@ -127,28 +135,20 @@ class Places:
 
     async def read_tables(self, job: Job, session: EngineSession) -> Job:
         """Computes the tables that ranks read, and returns the job with their locations. That may take long."""
-        stopped, ended, loop = threading.Event(), threading.Event(), asyncio.get_running_loop()
+        stopped, loop = threading.Event(), asyncio.get_running_loop()
 
         def say(text: str) -> None:
-            loop.call_soon_threadsafe(lambda: self._recorder.announce("engine", text))
+            loop.call_soon_threadsafe(lambda: self.recorder.announce("engine", text))
 
         def check() -> None:
             if stopped.is_set():
                 raise RunCancelledError("the run was cancelled while its datasets were computed")
 
-        def compute() -> Job:
-            try:
-                return compute_tables(self._own, job, session, say, check)
-            finally:
-                ended.set()
-
         try:
-            return await self.request(compute, None)
-        except BaseException:
+            return await self.request(lambda: compute_tables(self.own, job, session, say, check), None)
+        finally:
             # Stops the engine's work, too.
             stopped.set()
-            await done_within(SESSION_CLOSE_TIMEOUT() + 1.0, functools.partial(ended.wait, SESSION_CLOSE_TIMEOUT()))
-            raise
 
     async def reserve(self, session: EngineSession, deadline: float) -> int:
         """Waits until enough slots exist and no more of them appear, and reserves them; returns their number.
@@ -157,12 +157,10 @@ class Places:
             StartTimeoutError: too few exist at the deadline.
             RankZeroError: the engine failed, or the run must end.
         """
-        job, began, before = self._own.job, time.monotonic(), -1
+        job, began, before = self.own.job, time.monotonic(), -1
         changed, least = began, job.least_tasks
         while True:
-            # The engine's reply is a better reason for an error than that it has not replied yet.
-            limit = max(deadline, time.monotonic() + SLOTS_TIMEOUT())
-            slots, provable = await self.request(functools.partial(_count_slots, session), limit)
+            slots, provable = await self.request(functools.partial(_count_slots, session), deadline)
             now = time.monotonic()
             # Slots that exist count more than the most that settings allow.
             most = max(least, min(job.num_tasks, provable or job.num_tasks))
@@ -170,14 +168,14 @@ class Places:
                 before, changed = slots, now
             waited = job.start_timeout - (deadline - now)
             num_tasks = policy.place(slots, least, most, now - changed, waited, job.start_timeout)
-            if num_tasks and await self.request(functools.partial(session.reserve, num_tasks), limit):
+            if num_tasks and await self.request(functools.partial(session.reserve, num_tasks), deadline):
                 return num_tasks
             what = policy.waiting_message(session.place, slots, least, most, now - began, job.start_timeout)
             if now > deadline and slots < least:
                 missing = [f"task {task}" for task in range(slots, least)]
                 raise StartTimeoutError(f"{what}: add what is missing, or lower num_processes", missing=missing)
-            self._recorder.note_waiting(what)
-            await self._watch.wait(bounds.POLL_INTERVAL)
+            self.recorder.note_waiting(what)
+            await self.watch.wait(bounds.POLL_INTERVAL)
 
     async def drop_broken(self) -> None:
         """Closes a session that the next attempt cannot use, or that does not reply, as a JVM that was stopped."""
@@ -203,32 +201,21 @@ class Places:
         self._thread = ActionThread()
 
 
-def _with_typed_error(action: Callable[[], T]) -> T:
-    try:
-        return action()
-    except RankZeroError:
-        raise
-    except BaseException as error:
-        raise EngineError(f"the engine could not be opened: {words_of(error)}") from error
-
-
 def _count_slots(session: EngineSession) -> tuple[int, int | None]:
     """Returns the slots of a session, and the most that it can have.
 
     Raises:
         EngineError: the session has ended; the run can continue with another one.
     """
-    cause: Exception | None = None
     try:
         found = session.slots(), session.most_slots
         if found[0] or session.is_usable():
             return found
-    except Exception as error:
+    except Exception:
         if session.is_usable():
             raise
-        cause = error
     what = f"the SparkContext or its JVM ended while the run waited for the slots of {session.place}"
-    raise EngineError(what, cause=LOST) from cause
+    raise EngineError(what, cause=LOST)
 
 
 def remove_computed(job: Job) -> None:

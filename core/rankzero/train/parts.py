@@ -27,7 +27,7 @@ Part = Mapping[str, Any]
 
 
 class NotTakenError(Exception):
-    """The store refused a part for `PART_UPLOAD_TIMEOUT` seconds; it may accept the next one."""
+    """The store or the driver has not taken a part; it may take the next one."""
 
 
 class Parts:
@@ -98,16 +98,16 @@ class Parts:
         formats.write_directory(directory, file)
         return file  # type: ignore[no-any-return]
 
-    def write(self, checkpoint: str, file: str, source: IO[bytes]) -> dict[str, Any]:
+    def write(self, checkpoint: str, file: str, source: IO[bytes]) -> str:
         """Copies an open file to a part, which exists completely or not at all.
 
-        Returns its ``path``; ``shared``: True if that is in the run directory; else ``upload``, its name at the driver.
+        Returns the name under which the driver has it; an empty text if it is in the run directory or its store.
         Raises NotTakenError, or OSError if the disk cannot hold the part.
         """
         if client := self.client():
             url = store.join(self.run_directory, FOLDER, checkpoint, file)
             if self._upload(client, url, source, PART_UPLOAD_TIMEOUT()):
-                return {"path": url, "shared": True}
+                return ""
         self.check_directory()
         folder = self.folder(checkpoint)
         os.makedirs(folder, exist_ok=True)
@@ -118,9 +118,13 @@ class Parts:
             os.fsync(local.fileno())
             self.check_directory()
         if self.shared:
-            return {"path": path, "shared": True}
-        self.put(f"{checkpoint}-{file}", path)
-        return {"path": path, "shared": False, "upload": f"{checkpoint}-{file}"}
+            return ""
+        name = f"{checkpoint}-{file}"
+        try:
+            self.put(name, path)
+        except OSError as error:
+            raise NotTakenError(f"it was not sent to the driver: {error}") from error
+        return name
 
     def upload_value(self, path: str, name: str) -> str | None:
         """Copies rank 0's value to the store and returns its URL; None if this rank cannot, and the driver must."""

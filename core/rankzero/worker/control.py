@@ -183,9 +183,9 @@ class Control:
         return message.path
 
     def put(self, name: str, path: str) -> None:
-        """Makes the agent send a file to the driver, which decides what follows if it has not arrived."""
+        """Makes the agent send a file to the driver. Raises OSError if it has not arrived."""
         if error := self._transfer(messages.Transfer(name, path)).error:
-            print(f"rankzero: {path} was not sent to the driver: {error}")
+            raise OSError(error)
 
     def _transfer(self, request: messages.Transfer) -> messages.Transferred:
         name = request.name
