@@ -85,9 +85,8 @@ class Server:
         """Ends all connections, and accepts no more."""
         if self._server:
             self._server.close()
-        for connection in self._agents.values():
-            connection.close()
         for task in self._connections:
+            # Which closes its connection, after everything that was written.
             task.cancel()
         if self._connections:
             await asyncio.wait(self._connections, timeout=LAST_READ_TIMEOUT())

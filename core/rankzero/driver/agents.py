@@ -26,9 +26,6 @@ from rankzero.run.checkpoints import Manifest
 if TYPE_CHECKING:
     import ssl
 
-EXECUTED = ("payload.pkl", "modules.zip", "code.zip")
-"""Names of the files that ranks execute."""
-
 
 class Agents:
     """The agents of an attempt; notes what they report, and wakes the coroutine of the run if that may decide.
@@ -64,7 +61,8 @@ class Agents:
         self.is_bound = self.is_stopping = self.is_leaving = False
         self.heard_at = time.monotonic()
         self.served = {name: file["location"] for name, file in job.files.items()}
-        digests = {name: job.files[name]["digest"] for name in EXECUTED if name in job.files}
+        executed = {"payload.pkl", "modules.zip", "code.zip"} & job.files.keys()
+        digests = {name: job.files[name]["digest"] for name in executed}
         self.server = Server(secret, self.on_message, self.on_end, self.served, digests, storage.directory, tls)
 
     # -- who has joined ------------------------------------------------------------------------

@@ -15,6 +15,7 @@ An attempt ends before every rank has finished if
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import functools
@@ -29,7 +30,7 @@ from rankzero.channel.connection import new_secret
 from rankzero.driver import ending, policy
 from rankzero.driver.agents import Agents
 from rankzero.driver.ending import Facts, Verdict
-from rankzero.driver.places import Places, cancel_late
+from rankzero.driver.places import Places
 from rankzero.driver.storage import Storage, files_of, scratch_directory
 from rankzero.driver.watch import CHECK_INTERVAL
 from rankzero.engines.base import AgentGroup, EngineSession
@@ -151,7 +152,7 @@ class Attempt:
             "certificate": base64.b64encode(self._identity[0]).decode() if self._identity else None,
         }
         launch = functools.partial(session.launch, num_tasks, config, self._agents.engine_end())
-        self._group = await self._places.request(launch, self._deadline, if_late=cancel_late)
+        self._group = await self._places.request(launch, self._deadline, lambda late: late.cancel())
 
     async def _read_store(self) -> tuple[Manifest | None, str]:
         """Returns the checkpoint to start from, and the text by which agents recognize the folder."""
@@ -196,12 +197,7 @@ class Attempt:
         return Verdict(success=facts.success)
 
     async def _until(self, goal: Callable[[], bool], check: Callable[[float], Awaitable[None]]) -> None:
-        """Waits for a goal of the attempt, and meanwhile notes what the store has taken or refused.
-
-        Raises:
-            _TroubleError: a report excludes the success.
-            RankZeroError: the run must end, or ``check`` raises.
-        """
+        """Waits for a goal. Raises _TroubleError if a report excludes the success, else as the watch and ``check``."""
         while not goal():
             if ending.cannot_succeed(self._facts, self._agents.gone()):
                 raise _TroubleError
@@ -240,18 +236,14 @@ class Attempt:
                 raise ending.hung(why, hangs.texts, missing, facts.directory)
 
     async def _judge(self) -> Verdict:
-        """Returns how an attempt has ended that cannot succeed: by the first cause, not by its consequences.
-
-        A rank that raises breaks the connections of its peers, whose failures may arrive first; so does a host that is
-        lost. The window for the cause does not end by the clock alone: a driver that stood still reads what has arrived
-        before it judges.
-        """
+        """Returns how an attempt has ended that cannot succeed: by the first cause, not by its consequences."""
         agents, facts = self._agents, self._facts
 
         def is_over() -> bool:
             # Asked first, so that a cancel is noted as soon as it arrives.
             return self._places.watch.is_called_off() or ending.is_certain(facts)
 
+        # Not by the clock alone: a driver that stood still reads what has arrived before it judges.
         left = CAUSE_WINDOW()
         while not is_over() and left > 0:
             began = time.monotonic()
@@ -318,17 +310,12 @@ class Attempt:
         assert verdict.success is not None
         ref, value = verdict.success
         recorded = self._places.recorder.update(result=ref.to_json(), value=value)
-        deadline = time.monotonic() + STORE_OUTAGE()
-        recorded.add_done_callback(self._places.watch.wake)
-        while not (recorded.done() or time.monotonic() > deadline or self._places.watch.is_called_off()):
-            await self._places.watch.wait(CHECK_INTERVAL)
+        with contextlib.suppress(RankZeroError, TimeoutError):
+            async with asyncio.timeout(STORE_OUTAGE()):
+                await self._places.watch.reply_of(recorded, self._places.watch.check)
 
     async def _settle(self, verdict: Verdict) -> Verdict:
-        """Waits for uploads to the store, less long once the run is cancelled; then removes what does not count.
-
-        Returns:
-            The verdict, corrected by what was stored or reported while the ranks were stopped.
-        """
+        """Waits for the store, and removes what does not count. Returns the verdict, corrected by late reports."""
         is_cancelled = isinstance(verdict.error, RunCancelledError)
         timeout = bounds.STOP_MARGIN() if is_cancelled else bounds.CHECKPOINT_COMMIT_TIMEOUT()
         deadline = await self._await_store(time.monotonic() + timeout)

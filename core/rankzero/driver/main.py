@@ -25,7 +25,6 @@ from rankzero import bounds, store
 from rankzero.bounds import STORE_OUTAGE, STORE_RETRY_INTERVAL
 from rankzero.channel.connection import new_secret
 from rankzero.driver.driver import Driver
-from rankzero.driver.places import cancel_late
 from rankzero.driver.watch import CHECK_INTERVAL
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError, RankZeroError, RunNotFoundError, StartTimeoutError
@@ -122,12 +121,8 @@ def drive(
     sys.path += [entry for entry in (trackers or {}).get("path", ()) if entry not in sys.path]
     owner = job.owner if is_here else None
     driver = Driver(own, engine, private["env"], leased=owner is None, trackers=trackers)
-
-    def on_signal(number: int, _: object) -> None:
-        driver.watch.interrupt(f"the driver got {signal.Signals(number).name}")
-
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, on_signal)
+        signal.signal(number, lambda got, _: driver.watch.interrupt(f"the driver got {signal.Signals(got).name}"))
     signal.signal(CANCEL, lambda *_: driver.watch.cancel())
     if owner is not None:
         when_gone(owner, functools.partial(driver.watch.interrupt, "the process that called run() has exited"))
@@ -219,7 +214,7 @@ class Delegation:
             recorder.superseded = own.is_lost()
             return False
 
-        self._group = await places.request(start, deadline, if_late=cancel_late)
+        self._group = await places.request(start, deadline, lambda late: late.cancel())
         while not self._ended and not await self._watch.reply_of(in_thread(has_begun), self._watch.check):
             if (now := time.monotonic()) > deadline:
                 raise StartTimeoutError(

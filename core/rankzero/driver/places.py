@@ -13,7 +13,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
 
@@ -22,7 +21,7 @@ from rankzero.data.manifest import FILE, Manifest, from_bytes, to_bytes
 from rankzero.driver import policy
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.watch import Watch
-from rankzero.engines.base import AgentGroup, Engine, EngineSession, words_of
+from rankzero.engines.base import Engine, EngineSession, words_of
 from rankzero.errors import LOST, EngineError, RankZeroError, RunCancelledError, StartTimeoutError
 from rankzero.job import Job
 from rankzero.run.directory import Submission
@@ -34,13 +33,6 @@ logger = logging.getLogger(__name__)
 SESSION_CLOSE_TIMEOUT = bounds.stretched(10.0)  # For an engine session to close (a SparkContext to stop)
 REPLY_TIMEOUT = bounds.stretched(2.0)  # For the engine's reply to a request that is made as start_timeout ends
 T = TypeVar("T")
-GroupT = TypeVar("GroupT", bound=AgentGroup)
-
-
-def cancel_late(reply: Future[GroupT]) -> None:
-    """Cancels agents that the engine has started after `Places.request` gave up: its ``if_late`` for a launch."""
-    if not reply.exception():
-        reply.result().cancel()
 
 
 class Places:
@@ -79,11 +71,7 @@ class Places:
                 self._url = session.url
             return session
 
-        def close_late(reply: Future[EngineSession]) -> None:
-            if not reply.exception():
-                in_thread(reply.result().close)
-
-        session = self.session = await self.request(open_it, deadline, if_late=close_late)
+        session = self.session = await self.request(open_it, deadline, lambda late: in_thread(late.close))
         for note in session.notes:
             self.recorder.announce("engine", note)
         if self._url:
@@ -91,18 +79,14 @@ class Places:
         return session
 
     async def request(
-        self,
-        action: Callable[[], T],
-        deadline: float | None,
-        *,
-        if_late: Callable[[Future[T]], None] | None = None,
+        self, action: Callable[[], T], deadline: float | None, if_late: Callable[[T], object] = lambda _: None
     ) -> T:
         """Returns the engine's reply to a request, unless the run must end before.
 
         Args:
             action: The request, which a thread makes.
             deadline: Monotonic time at which the wait ends; None for a request that reports its own progress.
-            if_late: Called with the reply if it arrives after the wait has ended.
+            if_late: Called with the reply if it arrives after the wait has ended, such as to cancel what has started.
 
         Raises:
             RankZeroError: the engine failed or has not replied in time, or the run must end.
@@ -129,8 +113,7 @@ class Places:
                 raise EngineError(f"the engine failed: {words_of(error)}") from error
             # The request may never return, so later ones do not wait for it.
             self._abandon()
-            if if_late:
-                reply.add_done_callback(if_late)
+            reply.add_done_callback(lambda late: late.exception() or if_late(late.result()))
             raise
 
     async def read_tables(self, job: Job, session: EngineSession) -> Job:
@@ -242,24 +225,18 @@ def compute_tables(
         EngineError: the engine failed.
         RunCancelledError: by ``check``, which the engine calls often.
     """
-    made: dict[str, Manifest] = {}
-    try:
-        known = from_bytes(store.read_bytes(job.files[FILE]["location"])) if FILE in job.files else {}
-        # Drivers of earlier submissions have computed them, or an earlier driver of this one.
-        for place in [*own.earlier(), own.directory]:
-            computed = _read(store.join(place, FILE))
-            names = [name for name in computed if name in job.queries]
-            known |= {name: computed[name] for name in names if store.exists(computed[name].files[0].location)}
-        for name, query in job.queries.items():
-            if name not in known:
-                known[name] = made[name] = session.read_table(query, own.new_dataset(name), name, say, check)
-                known[name].check_rows(name, job.num_processes)
-        data, location = to_bytes(known), own.path(FILE)
-        store.write_bytes(location, data, durable=True)
-    except BaseException:
-        for manifest in made.values():
-            store.remove(str(manifest.folder))
-        raise
+    known = from_bytes(store.read_bytes(job.files[FILE]["location"])) if FILE in job.files else {}
+    # Drivers of earlier submissions have computed them, or an earlier driver of this one.
+    for place in [*own.earlier(), own.directory]:
+        computed = _read(store.join(place, FILE))
+        names = [name for name in computed if name in job.queries]
+        known |= {name: computed[name] for name in names if store.exists(computed[name].files[0].location)}
+    for name, query in job.queries.items():
+        if name not in known:
+            known[name] = session.read_table(query, own.new_dataset(name), name, say, check)
+            known[name].check_rows(name, job.num_processes)
+    data, location = to_bytes(known), own.path(FILE)
+    store.write_bytes(location, data, durable=True)
     described = {"location": location, "size": len(data), "absolute": False, "digest": digest_of([data])}
     return replace(job, files={**job.files, FILE: described}, queries={})
 

@@ -143,17 +143,11 @@ class Storage:
             self._resumed = usable[-1] if usable else None
             return self._resumed, self._own.token()
 
-        def gives_up(error: Exception) -> bool:
-            return isinstance(error, NotOwnerError) or self._closed
-
-        return store.patiently(read, STORE_OUTAGE(), bounds.STORE_RETRY_INTERVAL(), gives_up)
+        is_vain = lambda error: self._closed or isinstance(error, NotOwnerError)  # noqa: E731
+        return store.patiently(read, STORE_OUTAGE(), bounds.STORE_RETRY_INTERVAL(), is_vain)
 
     def _sweep(self, places: list[str], value: str = "") -> list[Manifest]:
-        """Removes what ranks had begun to write when they died, and all values but that at ``value``.
-
-        Returns:
-            The committed checkpoints that were not known in these folders of submissions, oldest first.
-        """
+        """Removes what dead ranks had begun to write, and all values but ``value``. Returns checkpoints not known."""
         committed, known = [], {(one.place, one.id) for one in self._kept}
         for place in places:
             names = [name for name in checkpoints.list_folders(place) if (place, name) not in known]
