@@ -92,7 +92,9 @@ class Attempt:
             await self._end(verdict)
             return await self._settle(verdict)
         finally:
-            await self._close()
+            await self._agents.server.close()
+            self._storage.close(0.0)
+            self._files.close()
 
     # -- starting ------------------------------------------------------------------------------
 
@@ -272,7 +274,11 @@ class Attempt:
         agents.is_leaving = True
         is_patient = is_released = verdict.success is not None
         if verdict.success:
-            await self._record(verdict)
+            # Durable first: exit handlers and disconnects take time, and the driver may die meanwhile.
+            recorded = self._places.recorder.update(result=verdict.success[0].to_json(), value=verdict.success[1])
+            with contextlib.suppress(RankZeroError, TimeoutError):
+                async with asyncio.timeout(STORE_OUTAGE()):
+                    await watch.reply_of(recorded, watch.check)
             server.broadcast(messages.End())
             timeout = self.job.exit_timeout + SUCCESS_END_TIMEOUT()
         else:
@@ -305,15 +311,6 @@ class Attempt:
         await server.close()
         await done_within(bounds.STOP_MARGIN() + 1, functools.partial(self._group.wait, bounds.STOP_MARGIN()))
 
-    async def _record(self, verdict: Verdict) -> None:
-        """Makes the success durable: disconnects and exit handlers take time, and the driver may die meanwhile."""
-        assert verdict.success is not None
-        ref, value = verdict.success
-        recorded = self._places.recorder.update(result=ref.to_json(), value=value)
-        with contextlib.suppress(RankZeroError, TimeoutError):
-            async with asyncio.timeout(STORE_OUTAGE()):
-                await self._places.watch.reply_of(recorded, self._places.watch.check)
-
     async def _settle(self, verdict: Verdict) -> Verdict:
         """Waits for the store, and removes what does not count. Returns the verdict, corrected by late reports."""
         is_cancelled = isinstance(verdict.error, RunCancelledError)
@@ -336,9 +333,3 @@ class Attempt:
             await self._places.watch.wait(CHECK_INTERVAL)
         self._agents.note_stored()
         return deadline
-
-    async def _close(self) -> None:
-        """Disconnects the agents and releases what the attempt has opened."""
-        await self._agents.server.close()
-        self._storage.close(0.0)
-        self._files.close()

@@ -162,15 +162,12 @@ class Places:
 
     async def drop_broken(self) -> None:
         """Closes a session that the next attempt cannot use, or that does not reply, as a JVM that was stopped."""
-        if session := self.session:
-            reply = self._thread.submit(session.is_usable)
-            try:
-                is_usable = await reply_of(reply, SESSION_CLOSE_TIMEOUT())
-            except Exception:
-                self._abandon()
-                is_usable = False
-            if not is_usable:
-                await self.close()
+        if self.session:
+            with contextlib.suppress(Exception):
+                if await reply_of(self._thread.submit(self.session.is_usable), SESSION_CLOSE_TIMEOUT()):
+                    return
+            self._abandon()
+            await self.close()
 
     async def close(self) -> None:
         """Closes the session, if there is one."""

@@ -70,7 +70,6 @@ class Recorder:
         self._unwritten: list[Future[None]] = []
         self._writing = threading.Thread(target=self._work, name="rankzero-heartbeat", daemon=True)
         self._checked_at = time.time()
-        # One of both is empty.
         self._streams = {name: PieceWriter(own.path(name)) for name in (EVENTS, LINES) if own.is_remote}
         self._files = {name: Appender(own.path(name)) for name in (EVENTS, LINES) if not own.is_remote}
         self._appending = ActionThread("rankzero-lines")

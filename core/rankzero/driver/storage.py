@@ -355,6 +355,5 @@ def files_of(checkpoint: Manifest | None) -> dict[str, str]:
     """Returns the files of the checkpoint to start from, by the names under which agents request them."""
     if checkpoint is None:
         return {}
-    files = {rank: part["file"] for rank, part in checkpoint.parts.items()}
-    files["manifest"] = MANIFEST
+    files = {"manifest": MANIFEST} | {rank: part["file"] for rank, part in checkpoint.parts.items()}
     return {f"checkpoint-{name}": store.join(checkpoint.folder, file) for name, file in files.items()}
