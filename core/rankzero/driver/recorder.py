@@ -91,9 +91,9 @@ class Recorder:
             A future that completes once the change is written. No write follows a final status.
         """
         written: Future[None] = Future()
-        before = self.status
         with self._changed:
-            self.status = replace(self.status, **changes)
+            before = self.status
+            status = self.status = replace(before, **changes)
             self._has_changed = True
             self._unwritten.append(written)
             self._changed.notify_all()
@@ -102,8 +102,8 @@ class Recorder:
             if self._own.is_remote and not self._flusher.ident:
                 self._flusher.start()
         # `finish` notes the final state before it closes the files.
-        if (self.status.state, self.status.attempt) != (before.state, before.attempt) and not self.status.final:
-            self._note_state(self.status.state)
+        if (status.state, status.attempt) != (before.state, before.attempt) and not status.final:
+            self._note_state(status.state)
         return written
 
     def _work(self) -> None:
