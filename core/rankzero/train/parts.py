@@ -39,14 +39,14 @@ class Parts:
     """
 
     def __init__(
-        self, start: Start, fetch: Callable[[str], str], put: Callable[[str, str], object] = lambda name, path: None
+        self, start: Start, fetch: Callable[[str], str], put: Callable[[str, str], str | None] = lambda name, path: None
     ) -> None:
         """Prepares the access without connecting to a store.
 
         Args:
             start: The work of this rank.
             fetch: Makes the agent fetch a file of the driver.
-            put: Makes the agent send a file to the driver, under a name.
+            put: Makes the agent send a file to the driver, under a name, and returns an error if it has not arrived.
         """
         self.shared = start.shared
         self.run_directory = start.run_directory
@@ -120,10 +120,8 @@ class Parts:
         if self.shared:
             return ""
         name = f"{checkpoint}-{file}"
-        try:
-            self.put(name, path)
-        except OSError as error:
-            raise NotTakenError(f"it was not sent to the driver: {error}") from error
+        if error := self.put(name, path):
+            raise NotTakenError(f"it was not sent to the driver: {error}")
         return name
 
     def upload_value(self, path: str, name: str) -> str | None:

@@ -265,11 +265,9 @@ def _commit(value: object, start: messages.Start, files: Parts) -> messages.Fini
             os.unlink(path)
             result["path"] = url
     if not start.shared and result["path"] == path:
-        result["upload"] = upload = "rank-0-value"
-        try:
-            files.put(upload, path)
-        except OSError as error:
-            raise ResultError(f"rank 0 returned, but its value could not be sent to the driver: {error}") from error
+        result["upload"] = "rank-0-value"
+        if unsent := files.put("rank-0-value", path):
+            raise ResultError(f"rank 0 returned, but its value could not be sent to the driver: {unsent}")
     return messages.Finished(time.time(), result)
 
 
