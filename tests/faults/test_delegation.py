@@ -29,7 +29,7 @@ from rankzero.run.directory import Submission
 from rankzero.run.status import RunStatus
 from rankzero.submit import drivers
 from rankzero.submit.start import Submitter
-from rankzero.task.stage import ATTEMPT, put, run_task, sealed
+from rankzero.task.stage import ATTEMPT, OVER, put, run_task, sealed
 
 WAIT = 30.0
 
@@ -172,6 +172,17 @@ def test_a_submitter_that_must_exit_leaves_the_stage_running(tmp_path: Path, poo
     interrupt(run)
     assert run.followed.result(WAIT)
     assert not run.stage.is_cancelled
+
+
+def test_a_stage_that_does_not_end_after_its_driver_is_cancelled(
+    tmp_path: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.04")
+    run = Submitted(tmp_path, pool)
+    assert run.own.claim_driver()
+    put(run.engine.configs[0]["stage"]["folder"], OVER, "")
+    assert run.followed.result(WAIT)
+    assert run.stage.is_cancelled
 
 
 def test_no_file_of_a_stage_holds_a_secret(tmp_path: Path, pool: ThreadPoolExecutor) -> None:

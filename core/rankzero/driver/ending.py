@@ -243,15 +243,6 @@ def settled(verdict: Verdict, facts: Facts) -> Verdict:
     return verdict if is_same else failed(facts, {})
 
 
-def host_to_blame(failures: Sequence[Failure]) -> str | None:
-    """Returns the host that may have caused the first failure; None for the user's code, or for several hosts."""
-    cause = first_cause(failures) if failures else None
-    if cause is None or cause.report.collateral or cause.restart_cause not in (KILLED, MATCHED):
-        return None
-    hosts = {failure.placed_on for failure in failures if failure.kind == cause.kind}
-    return hosts.pop() if len(hosts) == 1 else None
-
-
 # -- the text of errors ----------------------------------------------------------------------------
 
 
@@ -285,7 +276,10 @@ def failed(facts: Facts, stacks: Mapping[int, str]) -> Verdict:
         others=others,
         cause=cause.restart_cause,
     )
-    return Verdict(None, error, host_to_blame(facts.failures), cause)
+    # The user's code, and what fails on several hosts, is no host's fault.
+    hosts = {failure.placed_on for failure in facts.failures if failure.kind == cause.kind}
+    is_of_host = cause.restart_cause in (KILLED, MATCHED) and not report.collateral and len(hosts) == 1
+    return Verdict(None, error, hosts.pop() if is_of_host else None, cause)
 
 
 def group_others(failures: Sequence[Failure], cause: Failure | None = None) -> list[str]:

@@ -12,6 +12,7 @@ import argparse
 import functools
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -40,6 +41,7 @@ from rankzero.host.processes import (
 from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.names import DRIVER_LOG
 from rankzero.run.observer import CANCEL
+from rankzero.task.stage import OVER
 from rankzero.threads import done_within, in_thread, reply_of
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+STAGE_END_TIMEOUT = bounds.scaled(5.0)  # For a stage to end after its driver; then it is cancelled
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"  # Format of the lines in a driver's own log
 
 
@@ -226,11 +229,20 @@ class Delegation:
             await self._watch.wait(bounds.POLL_INTERVAL)
 
     async def _follow(self) -> None:
-        """Keeps the connection until the stage has ended; this process may exit before that."""
+        """Keeps the connection until the stage has ended, or soon after its driver; this process may exit before."""
         if not self._group:
             return
         logger.info("the run is driven in its stage; this process keeps the connection to %s", self._own.job.engine)
+        over, over_at = store.join(self._own.path("stage"), OVER), math.inf
+        reply = in_thread(lambda: store.exists(over))
         while not (self._ended or self._watch.interrupted):
+            # The store may hang, while the stage continues.
+            if over_at == math.inf and reply.done():
+                over_at, reply = time.monotonic() if reply.result() else math.inf, in_thread(lambda: store.exists(over))
+            if time.monotonic() - over_at > STAGE_END_TIMEOUT():
+                # Such as when the server has died.
+                await done_within(bounds.STOP_MARGIN(), self._group.cancel)
+                return
             await self._watch.wait(CHECK_INTERVAL)
         logger.info("the stage %s", self._explained() if self._ended else f"continues: {self._watch.interrupted}")
 

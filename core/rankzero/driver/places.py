@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from rankzero import bounds, store
-from rankzero.data.manifest import FILE, Manifest, from_bytes, to_bytes
+from rankzero.data.manifest import FILE, from_bytes, to_bytes
 from rankzero.driver import policy
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.watch import Watch
@@ -110,7 +110,7 @@ class Places:
             return await self.watch.reply_of(reply, check)
         except BaseException as error:
             if reply.done() and reply.exception() is error and not isinstance(error, RankZeroError):
-                raise EngineError(f"the engine failed: {words_of(error)}") from error
+                raise EngineError(f"the attempt could not start: {words_of(error)}") from error
             # The request may never return, so later ones do not wait for it.
             self._abandon()
             reply.add_done_callback(lambda late: late.exception() or if_late(late.result()))
@@ -201,7 +201,8 @@ def _count_slots(session: EngineSession) -> tuple[int, int | None]:
 def remove_computed(job: Job) -> None:
     """Removes the rows that were computed for a training that has succeeded, since no attempt reads them again."""
     try:
-        for manifest in (_read(job.files[FILE]["location"]) if FILE in job.files else {}).values():
+        manifests = from_bytes(store.read_bytes(job.files[FILE]["location"])) if FILE in job.files else {}
+        for manifest in manifests.values():
             if manifest.folder:
                 store.remove(manifest.folder)
     except Exception as error:
@@ -225,9 +226,10 @@ def compute_tables(
     known = from_bytes(store.read_bytes(job.files[FILE]["location"])) if FILE in job.files else {}
     # Drivers of earlier submissions have computed them, or an earlier driver of this one.
     for place in [*own.earlier(), own.directory]:
-        computed = _read(store.join(place, FILE))
-        names = [name for name in computed if name in job.queries]
-        known |= {name: computed[name] for name in names if store.exists(computed[name].files[0].location)}
+        with contextlib.suppress(FileNotFoundError):
+            computed = from_bytes(store.read_bytes(store.join(place, FILE)))
+            names = [name for name in computed if name in job.queries]
+            known |= {name: computed[name] for name in names if store.exists(computed[name].files[0].location)}
     for name, query in job.queries.items():
         if name not in known:
             known[name] = session.read_table(query, own.new_dataset(name), name, say, check)
@@ -236,10 +238,3 @@ def compute_tables(
     store.write_bytes(location, data, durable=True)
     described = {"location": location, "size": len(data), "absolute": False, "digest": digest_of([data])}
     return replace(job, files={**job.files, FILE: described}, queries={})
-
-
-def _read(location: str) -> dict[str, Manifest]:
-    try:
-        return from_bytes(store.read_bytes(location))
-    except FileNotFoundError:
-        return {}
