@@ -258,10 +258,12 @@ def test_a_cancel_is_noted_at_once_behind_a_failure(
         async with asyncio.timeout(WAIT):
             while not run.status().cancelling:
                 await asyncio.sleep(0.01)
+        noted.append(True)
         await agent.leave()
 
+    noted: list[bool] = []
     played = play(fail, wait_for_stop, stop_grace=WAIT)
-    assert (played.error.exception_type, played.was_cancelled) == ("ValueError", False)
+    assert (played.error.exception_type, played.was_cancelled, noted) == ("ValueError", False, [True])
 
 
 def test_a_value_that_arrives_after_an_error_is_a_success(play: Callable[..., Played]) -> None:

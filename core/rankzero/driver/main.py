@@ -233,12 +233,16 @@ class Delegation:
         if not self._group:
             return
         logger.info("the run is driven in its stage; this process keeps the connection to %s", self._own.job.engine)
-        over, over_at = store.join(self._own.path("stage"), OVER), math.inf
-        reply = in_thread(lambda: store.exists(over))
+
+        def is_over() -> bool:
+            # Or the run was removed meanwhile.
+            return store.exists(store.join(self._own.path("stage"), OVER)) or not self._own.has_driver()
+
+        reply, over_at = in_thread(is_over), math.inf
         while not (self._ended or self._watch.interrupted):
             # The store may hang, while the stage continues.
             if over_at == math.inf and reply.done():
-                over_at, reply = time.monotonic() if reply.result() else math.inf, in_thread(lambda: store.exists(over))
+                over_at, reply = time.monotonic() if reply.result() else math.inf, in_thread(is_over)
             if time.monotonic() - over_at > STAGE_END_TIMEOUT():
                 # Such as when the server has died.
                 await done_within(bounds.STOP_MARGIN(), self._group.cancel)
