@@ -184,8 +184,7 @@ class Delegation:
         await self._driver.places.close()
         if not refused:
             why = str(self._explained()).splitlines()[0]
-            what = f"the run is driven from this host, not in its stage: {why}"
-            self._driver.recorder.announce("engine", what)
+            self._driver.recorder.announce("engine", f"the run is driven from this host, not in its stage: {why}")
         return refused
 
     async def _start(self, deadline: float) -> None:
@@ -244,7 +243,6 @@ class Delegation:
             if over_at == math.inf and reply.done():
                 over_at, reply = time.monotonic() if reply.result() else math.inf, in_thread(is_over)
             if time.monotonic() - over_at > STAGE_END_TIMEOUT():
-                # Such as when the server has died.
                 await done_within(bounds.STOP_MARGIN(), self._group.cancel)
                 return
             await self._watch.wait(CHECK_INTERVAL)

@@ -1,7 +1,4 @@
-"""Pure decisions about a run, from facts to verdict, without a clock, a socket or a process.
-
-The time limits that the driver applies are defined here, too.
-"""
+"""Pure decisions about a run, from facts to verdict, without a clock, a socket or a process."""
 
 from __future__ import annotations
 
