@@ -215,7 +215,6 @@ SAME = replace(MATCHED, report=replace(MATCHED.report, message="CUDA error 9"))
 @pytest.mark.parametrize(
     ("failures", "host"),
     [
-        ([], None),
         ([KILLED], "two"),
         ([MATCHED], "three"),
         ([MATCHED, KILLED], "three"),
@@ -238,4 +237,5 @@ SAME = replace(MATCHED, report=replace(MATCHED.report, message="CUDA error 9"))
 )
 def test_which_host_is_to_blame(failures: list[Failure], host: str | None) -> None:
     hosts = {0: "zero", 1: "one", 2: "two", 3: "three", 4: "four", 5: "three"}
-    assert ending.host_to_blame([replace(failure, placed_on=hosts[failure.rank]) for failure in failures]) == host
+    placed = [replace(failure, placed_on=hosts[failure.rank]) for failure in failures]
+    assert ending.failed(Facts(6, "", failures=placed), {}).blamed == host

@@ -141,8 +141,9 @@ class Agents:
         deadline = time.monotonic() + bounds.STACKS_WINDOW()
         self.hangs.stacks.clear()
         self.server.broadcast(messages.Dump(quiet))
-        is_there = lambda: len(self.hangs.stacks.keys() | self.facts.over) >= self._job.num_processes  # noqa: E731
-        while not (is_over() or is_there()) and (left := deadline - time.monotonic()) > 0:
+        while not is_over() and (left := deadline - time.monotonic()) > 0:
+            if len(self.hangs.stacks.keys() | self.facts.over) >= self._job.num_processes:
+                return
             await self._watch.wait(min(left, bounds.POLL_INTERVAL))
 
     # -- what the engine and the channel call ---------------------------------------------------------------
