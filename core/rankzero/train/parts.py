@@ -119,8 +119,7 @@ class Parts:
             self.check_directory()
         if self.shared:
             return ""
-        name = f"{checkpoint}-{file}"
-        if error := self.put(name, path):
+        if error := self.put(name := f"{checkpoint}-{file}", path):
             raise NotTakenError(f"it was not sent to the driver: {error}")
         return name
 
