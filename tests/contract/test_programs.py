@@ -61,7 +61,7 @@ def test_a_module_counts_by_its_code(folder: Path) -> None:
     ("train", "problem"),
     [
         ("-m no_such_package.train", "there is no module 'no_such_package'"),
-        ("-m jobs --lr 1", "names no module; write '-m package.module', and its arguments apart"),
+        ("-m jobs --lr 1", "names no module: write '-m package.module', its arguments apart"),
         ([], "a command is a list of strings"),
         (["bash", 3], "a command is a list of strings"),
     ],

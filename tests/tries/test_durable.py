@@ -133,7 +133,7 @@ def test_arguments_count_for_every_try_of_a_training_that_has_ended(
     with durable.durable(str(script), (str(tmp_path / "end"), "0.2"), {}, Try("scheduled"), LOG) as opened:
         assert not opened.attached
         assert opened.handle.result(60) == 1
-    assert "from scratch: other than before: argument #2" in caplog.text
+    assert "from scratch: other than before: argument args" in caplog.text
 
 
 def count_starts() -> int:

@@ -100,9 +100,8 @@ def test_new_code_that_no_statement_imports_begins_from_scratch(
     assert launcher.submit(train, target(package.name), str(fail)).result() == [None, 2]
 
 
-@pytest.mark.parametrize("text", ["other.csv", "other.py", "results.day", "results", "no.such.module"])
-def test_a_text_that_names_nothing_in_a_module_sends_nothing(package: Path, text: str) -> None:
-    write(package.parent / "other.py", "SIZE = 1\n")
+@pytest.mark.parametrize("text", ["results.day", "results", "no.such.module"])
+def test_a_text_that_names_no_module_sends_nothing(package: Path, text: str) -> None:
     write(package.parent / "results" / "day" / "rows.csv", "1")
     train = defined(f"import importlib\ndef train(path, default={text!r}):\n    importlib.import_module({text!r})\n")
     assert not build(train, (text,), {}).modules.counted
@@ -116,6 +115,12 @@ def test_a_text_that_names_a_module_counts_with_its_package(package: Path, text:
     write(package / "other.py", "SIZE = 2\n")
     after = identity_of(train, ([{"target": text.format(package.name)}],), {}, 1)
     assert compare(before, after).differing == (f"module {package.name}.other",)
+
+
+def test_a_word_counts_that_a_function_of_a_module_may_import(package: Path) -> None:
+    name = f"{package.name}_job"
+    write(package.parent / f"{name}.py", "import importlib\ndef train(name):\n    importlib.import_module(name)\n")
+    assert f"{package.name}.models" in build(load_module(name).train, (package.name,), {}).modules.counted
 
 
 def test_many_texts_cost_no_search_for_a_module_each(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
