@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rankzero import EngineError, InvalidJobError, Launcher, WorkerFailedError, advice
-from rankzero.engines.spark.stage import explain
+from rankzero import Launcher, WorkerFailedError, advice
 
 TEXTS = [
     ("ModuleNotFoundError: No module named 'horovod'", "rankzero.compat.horovod"),
@@ -74,16 +73,3 @@ def test_the_error_of_a_rank_or_a_command_ends_with_the_advice(is_command: bool,
     script.write_text(FULL)
     with pytest.raises(WorkerFailedError, match=r"No space left on device\. There is no room on a local disk"):
         Launcher(1, store=tmp_path / "runs").run([sys.executable, str(script)] if is_command else script)
-
-
-def test_the_error_of_an_engine_begins_with_the_advice() -> None:
-    error = explain('at x\njava.io.IOException: Cannot run program "/x/python": error=2\n\tat java.lang.Thread')
-    assert isinstance(error, EngineError)
-    line = 'java.io.IOException: Cannot run program "/x/python": error=2'
-    to_do = "the executors have no Python at '/x/python': set spark.pyspark.python to one they have"
-    assert str(error) == f"the Spark job failed: {to_do} ({line})"
-
-
-def test_a_missing_package_is_named_with_what_installs_it() -> None:
-    with pytest.raises(InvalidJobError, match="^it needs no_such and nor_this here: pip install 'x>=1'$"):
-        advice.require("it needs", "'x>=1'", "no_such", "sys", "nor_this")

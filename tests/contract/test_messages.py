@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import re
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -143,14 +142,3 @@ def test_the_reason_of_a_jvm_that_does_not_start_is_in_the_error(tmp_path: Path)
     with pytest.raises(EngineError, match=r"NumberFormatException|Size must be specified|lots") as raised:
         Launcher(engine=engine, store=tmp_path, run_id="one").run(fail)
     assert raised.value.directory == str(tmp_path / "one")
-
-
-def test_a_path_may_be_a_file_url_and_a_pattern_is_no_path(tmp_path: Path) -> None:
-    launcher = Launcher(store=tmp_path)
-    for given, message in (
-        ("file:///nowhere/x.parquet", r"does not exist: /nowhere/x\.parquet$"),
-        ("/nowhere/*.parquet", "a pattern is not expanded: give the folder"),
-    ):
-        with pytest.raises(InvalidJobError) as raised:
-            launcher.options(dataset=given).run(fail)
-        assert re.search(message, str(raised.value)), raised.value

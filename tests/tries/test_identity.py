@@ -365,13 +365,6 @@ def test_a_function_of_a_notebook_counts_by_what_it_refers_to() -> None:
     assert len({before, *(digest(*edit) for edit in edits)}) == len(edits) + 1
 
 
-def test_the_world_size_and_a_code_version_count() -> None:
-    assert of(nested(0.1), world_size=4) != of(nested(0.1))
-    assert of(nested(0.1), code_version="1") == of(nested(0.2), code_version="1")
-    assert of(nested(0.1), code_version="1") != of(nested(0.1), code_version="2")
-    assert of(print_it, "a", code_version="1") != of(print_it, "b", code_version="1")
-
-
 CLASSES = """
 import functools, gc, sys, threading
 gc.disable()
