@@ -18,12 +18,11 @@ from urllib.parse import quote
 
 from airflow.sdk import BaseHook
 
-from airflow_rankzero import provider_info
+from airflow_rankzero import _compat, provider_info
 from airflow_rankzero._compat import AirflowNotFoundException
 from airflow_rankzero.provider_info import CONN_FIELDS
-from airflow_rankzero.secrets import mask_secrets
 from rankzero.errors import InvalidJobError, RankZeroError
-from rankzero.pipeline import store
+from rankzero.pipeline import secrets_of, store
 
 if TYPE_CHECKING:
     from airflow.sdk import Connection
@@ -35,6 +34,12 @@ CLIENT, CLUSTER = "client", "cluster"
 CONNECT_SCHEME = "sc://"
 _SCHEMES = ("spark://", "k8s://", CONNECT_SCHEME)
 _CONF_OF_EXTRA = {"queue": "spark.yarn.queue", "namespace": "spark.kubernetes.namespace"}
+
+
+def mask_secrets(pairs: Mapping[str, Any]) -> None:
+    """Makes Airflow write ``***`` for the secret values in all later log lines and rendered fields of this process."""
+    for secret in secrets_of(pairs):
+        _compat.mask_secret(secret)
 
 
 @dataclass(frozen=True)

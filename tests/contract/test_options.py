@@ -6,10 +6,9 @@ import re
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
-from rankzero import CheckpointConfig, InvalidJobError, Launcher
+from rankzero import InvalidJobError, Launcher
 from rankzero.job import Job, new_run_id
 from rankzero.options import TABLE
 
@@ -21,17 +20,6 @@ def test_each_option_is_described_and_refuses_a_wrong_value_by_name(name: str) -
     assert getattr(Launcher(), name) == TABLE[name].default
     with pytest.raises(InvalidJobError, match=name):
         Launcher(**{name: object()})
-
-
-def test_numbers_of_numpy_are_numbers() -> None:
-    launcher = Launcher((np.int64(1), np.int32(2)), max_restarts=np.int64(1), timeout=np.float64(2.5))
-    assert (launcher.num_processes, launcher.max_restarts, launcher.timeout) == ((1, 2), 1, 2.5)
-    assert {type(value) for value in (*launcher.num_processes, launcher.max_restarts)} == {int}  # type: ignore[misc]
-    assert type(launcher.timeout) is float
-    assert type(CheckpointConfig(num_to_keep=np.int64(3)).num_to_keep) is int  # type: ignore[arg-type]
-    for wrong in (np.int64(0), np.bool_(True), True):
-        with pytest.raises(InvalidJobError, match="num_processes"):
-            Launcher(wrong)  # type: ignore[arg-type]
 
 
 def test_each_option_that_a_text_can_hold_is_on_the_command_line() -> None:

@@ -39,7 +39,6 @@ def test_a_sweep_names_its_trials_and_its_best_and_a_failure_ends_nothing_else(
     assert (sweep.best.params, sweep.best.value, sweep.best.load()) == ({"lr": 0.3}, 1 / 3, {"lr": 0.3})
     with pytest.raises(WorkerFailedError, match=r"lr 0\.9 diverges"):
         sweep[1].load()
-    assert sweep[1].metrics["loss"] > 0.36
     printed = capsys.readouterr().out.splitlines()
     assert f"trial 0 ({{'lr': 0.1}}) runs in {sweep[0].directory}" in printed
     assert f"trial 2 ({{'lr': 0.3}}) succeeded: loss {1 / 3}" in printed
@@ -49,11 +48,11 @@ def test_a_sweep_names_its_trials_and_its_best_and_a_failure_ends_nothing_else(
     again = launcher.map(train, params)
     assert [trial.state for trial in again] == [trial.state for trial in sweep]
     assert all(RunHandle.attach(trial.directory).job.created > when for trial, when in zip(again, began, strict=True))
-    with pytest.raises(InvalidJobError, match='give map\\(..., metric="loss"\\)'):
+    with pytest.raises(WorkerFailedError, match=r"lr 0\.9 diverges"):
         _ = again.best
 
 
-@pytest.mark.parametrize(("params", "error"), [({"fails": True}, r"lr 0\.1 diverges"), ({}, "has reported 'los'")])
+@pytest.mark.parametrize(("params", "error"), [({"fails": True}, r"lr 0\.1 diverges"), ({}, "the metric 'los'")])
 def test_without_a_value_there_is_no_best(tmp_path: Path, params: dict[str, Any], error: str) -> None:
     done = Launcher(store=tmp_path).map(train, [{"lr": 0.1, **params}, {"lr": 0.2, **params}], metric="los")
     with pytest.raises((WorkerFailedError, ResultError), match=error):
@@ -130,7 +129,6 @@ def test_an_interrupt_ends_all_trials_and_the_next_call_trains_only_the_rest(tmp
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"params": []}, "params is empty"),
         ({"params": [3]}, "params has 3"),
         ({"max_parallel": 0}, "max_parallel is 0"),
         ({"mode": "least"}, "mode is 'least'"),

@@ -255,7 +255,7 @@ class Recorder:
 
     def log(self, rank: int, lines: list[str]) -> None:
         """Appends lines of a rank, with the current time and the run's secrets masked."""
-        lines = self.mask.lines(lines)
+        lines = self.mask.facts(lines)
         self._append(LINES, [f"[{rank}] {line}" for line in stamped(lines, time.time())])
 
     def finish(self, **changes: Any) -> None:
