@@ -19,7 +19,9 @@ import asyncio
 import base64
 import contextlib
 import functools
+import hashlib
 import logging
+import socket
 import time
 from collections.abc import Awaitable, Callable
 
@@ -118,9 +120,11 @@ class Attempt:
             # In a thread: it runs a command.
             self._identity = await reply_of(in_thread(make_identity, "rankzero-openssl"))
             logger.info("the connections of attempt %s are encrypted", self._number)
+        # In the names of its directories on each host.
+        self._tag = hashlib.sha256(f"{socket.gethostname()} {places.own.run.directory}".encode()).hexdigest()[:8]
         directory = places.own.path("result")
         if places.own.is_remote:
-            directory = self._files.enter_context(scratch_directory())
+            directory = self._files.enter_context(scratch_directory(self._tag))
         self._facts, kept = Facts(job.num_processes, places.own.run.directory), CheckpointConfig(**job.checkpoints)
         self._storage = Storage(places.own, self._number, kept, self._facts, directory, places.watch.wake)
         tls = self._identity[1] if self._identity else None
@@ -149,6 +153,7 @@ class Attempt:
             "env": self._places.env,
             "driver": [hosts, port],
             "secret": self._secret,
+            "run": self._tag,
             # A driver in a thread stops whenever its caller does: in a call of native code, by Ctrl-Z, in a debugger.
             "caller": this_process() if self._places.recorder.status.driver_thread else None,
             "certificate": base64.b64encode(self._identity[0]).decode() if self._identity else None,
@@ -265,11 +270,7 @@ class Attempt:
     # -- ending --------------------------------------------------------------------------------
 
     async def _end(self, verdict: Verdict) -> None:
-        """Ends the agents, after the success was recorded if there is one; cancels those that take too long.
-
-        After a success ranks run their exit handlers, and agents deliver lines that waited for a slow driver: the time
-        limit counts from their last message, and an agent that is lost does not end the others.
-        """
+        """Ends the agents. Behind a success, the limit counts from their last message: they deliver the last lines."""
         agents, facts, watch, server = self._agents, self._facts, self._places.watch, self._agents.server
         agents.is_leaving = True
         is_patient = is_released = verdict.success is not None

@@ -64,7 +64,6 @@ class Places:
             return self.session
 
         def open_it() -> EngineSession:
-            self._engine.start_ahead(self.own.job, self.env)
             session = self._engine.open(self.own.job)
             # A missing link must not fail a run.
             with contextlib.suppress(Exception):

@@ -184,10 +184,7 @@ class Recorder:
         self.log(0, [f"rankzero: {what}"])
 
     def _flush(self) -> None:
-        """Writes pieces to an object store in a thread of its own, so neither the heartbeat nor the driver waits.
-
-        No other thread writes them: of two concurrent writes of one piece, the older one might arrive last.
-        """
+        """Writes pieces to an object store, as the only thread: of two writes of one piece, the older might win."""
         has_failed = False
         while not (self._finished.wait(self.status.interval) or self.superseded):
             try:
