@@ -126,7 +126,7 @@ async def be_agent(task: int, config: dict[str, Any], started: dict[int, float])
     connection = await driver.find(task, 60.0)
     keeping = asyncio.create_task(connection.keep("the driver"))
     host = f"host{task // 8}"
-    connection.send(messages.Join(host, "127.0.0.1", host, os.getpid(), python, gpus=[], workers=1))
+    connection.send(messages.Join(host, "127.0.0.1", host, python, gpus=[], workers=1))
     working, path = None, ""
     async for message, _ in connection.messages():
         if isinstance(message, messages.Assign):
@@ -134,7 +134,7 @@ async def be_agent(task: int, config: dict[str, Any], started: dict[int, float])
             path = os.path.join(message.run_directory, "result", f"value-{message.context['attempt']}.json")
             connection.send(messages.Reached("ready"), 0)
             if message.first_rank == 0:
-                connection.send(messages.Rendezvous(1), 0)
+                connection.send(messages.Reached("bound", {"port": 1}), 0)
         elif isinstance(message, messages.Go):
             working = asyncio.create_task(work(task, config, connection, path))
         elif isinstance(message, messages.End | messages.Stop):

@@ -58,15 +58,12 @@ class Times:
         """Notes the end of the second one."""
         self.done.set()
 
-    async def room(self) -> None:
-        """There is always room."""
-
 
 async def transfer(directory: str, *, encrypt: bool) -> tuple[float, float]:
     """Megabytes a second to the driver, and from it."""
     secret, identity, times = new_secret(), make_identity() if encrypt else None, Times()
     served, tls = {"file": os.path.join(directory, "file")}, identity[1] if identity else None
-    server = Server(secret, times, served, {}, directory, tls)
+    server = Server(secret, times.on_message, times.on_end, served, {}, directory, tls)
     port = await server.start(listen("127.0.0.1", None))
     arguments = (port, secret, identity and identity[0], directory)
     process = get_context("spawn").Process(target=agent, args=arguments)

@@ -1,6 +1,5 @@
 """The last lines and events of a run, and its last status, on a store that is slow or away while the run ends."""
 
-import asyncio
 import logging
 import re
 import threading
@@ -20,19 +19,6 @@ from rankzero.run.growing import Stream
 from rankzero.run.names import LINES
 
 WAIT = 60.0
-
-
-def test_a_disk_that_takes_nothing_delays_agents_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hangs = threading.Event()
-    monkeypatch.setattr(recorders.Appender, "append", lambda *_: hangs.wait())
-    monkeypatch.setattr(recorders, "MOST_QUEUED", 100)
-    recorder = Recorder(submitted(str(tmp_path / "run")), Mask())
-
-    recorder.log(0, ["x" * 60])
-    for factor in (0.1, 2 * WAIT):
-        monkeypatch.setenv("RANKZERO_TIME_SCALE", str(factor))
-        asyncio.run(asyncio.wait_for(recorder.room(), WAIT))
-    hangs.set()
 
 
 def test_a_piece_that_lands_late_replaces_no_later_one(

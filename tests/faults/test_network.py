@@ -43,7 +43,7 @@ def test_driver_and_rendezvous_keep_to_their_ports(launcher: Launcher) -> None:
         total, _, port, *_ = launcher.options(ports=(first, last)).run(reduce)
         assert total == 2.0
         assert int(port) == last
-        with pytest.raises(EngineError, match=f"cannot listen for the agents.*{first}"):
+        with pytest.raises(EngineError, match=f"none of the ports.*{first}"):
             launcher.options(ports=(first, first)).run(reduce)
 
 
@@ -114,10 +114,13 @@ def test_a_slow_driver_neither_stalls_a_rank_nor_loses_a_line(
             print(f"line {number:08d} {much}")
         return time.monotonic() - started
 
-    async def slow(self: Recorder) -> None:
-        await asyncio.sleep(0.05)
+    log = Recorder.log
 
-    monkeypatch.setattr(Recorder, "room", slow)
+    def slow(self: Recorder, rank: int, lines: list[str]) -> None:
+        time.sleep(0.05)
+        log(self, rank, lines)
+
+    monkeypatch.setattr(Recorder, "log", slow)
     launcher = launcher.options(num_processes=1, run_id="chatter", timeout=WAIT)
     spent = launcher.run(chatter)
     handle = RunHandle.attach(Path(str(launcher.store)) / "chatter")

@@ -19,7 +19,6 @@ from rankzero.channel.messages import Finished, Part
 from rankzero.driver.ending import Facts
 from rankzero.driver.storage import Storage
 from rankzero.run.checkpoints import Manifest
-from rankzero.run.directory import Submission
 
 WAIT = 120.0
 
@@ -108,26 +107,18 @@ def test_checkpoints_and_the_result_outlive_a_power_failure(
     assert launcher.submit(train, str(folder), "training").result(0) == value
 
 
-def upload(run: Submission, storage: Storage, name: str, data: bytes) -> None:
-    """Writes a file as the driver's end of the channel does, which leaves durability to the driver."""
-    path = run.path("result", f".upload-{name}")
-    Path(path).write_bytes(data)
-    storage.received[path] = len(data)
-
-
 def test_what_came_over_the_channel_outlives_a_power_failure(disk: Disk) -> None:
     run, data = submitted(str(disk.path / "run")), b"1" * 100_000
     storage = Storage(run, 0, CheckpointConfig(), Facts(1, run.directory), run.path("result"))
 
-    upload(run, storage, "0-part", data)
+    # As the driver's end of the channel does, which leaves durability to the driver.
+    Path(run.path("result", ".upload-0-part")).write_bytes(data)
     storage.add_part(
         0,
         Part(
             id="0000-000000",
             index=0,
             file="rank-0.json",
-            path="",
-            shared=False,
             format="json",
             size=len(data),
             sha256="digest",
@@ -139,8 +130,8 @@ def test_what_came_over_the_channel_outlives_a_power_failure(disk: Disk) -> None
     )
     until(lambda: not storage.is_busy, WAIT, "the commit")
     assert [type(settled) for settled in storage.settled()] == [Manifest]
-    upload(run, storage, "rank-0-value", data)
-    value = {"path": "", "format": "json", "size": len(data), "digest": "digest", "summary": {}}
+    Path(run.path("result", ".upload-value")).write_bytes(data)
+    value = {"path": "", "upload": "value", "format": "json", "size": len(data), "digest": "digest", "summary": {}}
     storage.finish(0, Finished(0.0, value), {})
     until(lambda: list(storage.settled()) or storage.facts.success or storage.facts.refusal, WAIT, "the value")
     assert storage.facts.success

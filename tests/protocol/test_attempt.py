@@ -15,7 +15,7 @@ from rankzero import EngineError, Launcher, LocalEngine, RankZeroError, RunCance
 from rankzero.channel import messages
 from rankzero.channel.client import Driver
 from rankzero.channel.connection import Connection
-from rankzero.channel.messages import Bye, End, Failed, Finished, Join, Message, Reached, Rendezvous, Stop
+from rankzero.channel.messages import Bye, End, Failed, Finished, Join, Message, Reached, Stop
 from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd
 from rankzero.engines.local import LocalSession
 from rankzero.job import Job
@@ -48,7 +48,7 @@ class Agent:
         """Does what a rank does until it trains."""
         await self.expect(messages.Assign)
         if self.task == 0:
-            self.send(Rendezvous(1))
+            self.send(Reached("bound", {"port": 1}))
         self.send(Reached("ready"))
         await self.expect(messages.Go)
 
@@ -122,7 +122,7 @@ class Group(AgentGroup):
         connection = await driver.find(task, WAIT)
         keeping = asyncio.create_task(connection.keep("the driver"))
         version = platform.python_version()
-        connection.send(Join("127.0.0.1", "127.0.0.1", f"host-{task}", pid=1, python=version, gpus=[], workers=1))
+        connection.send(Join("127.0.0.1", "127.0.0.1", f"host-{task}", python=version, gpus=[], workers=1))
         try:
             await self._engine.scripts[task](Agent(connection, self._engine.folder, task))
         finally:
@@ -230,19 +230,29 @@ def test_a_report_while_ranks_are_stopped_is_the_cause_of_the_consequences(play:
     assert (played.error.rank, played.error.exception_type) == (1, "ValueError")
 
 
-def test_a_cancel_is_noted_while_the_ranks_of_a_failure_stop(play: Callable[..., Played], launcher: Launcher) -> None:
+@pytest.mark.parametrize("is_consequence", [False, True])
+def test_a_cancel_is_noted_at_once_behind_a_failure(
+    play: Callable[..., Played], launcher: Launcher, monkeypatch: pytest.MonkeyPatch, is_consequence: bool
+) -> None:
+    # The driver would wait for the cause of a consequence longer than this test.
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "100")
+
     async def fail(agent: Agent) -> None:
         await agent.start()
-        agent.send(Failed(1.0, "ValueError", "the cause"))
-        await agent.expect(Stop)
+        agent.send(Failed(1.0, "ValueError", "the cause", collateral=is_consequence))
+        if not is_consequence:
+            await agent.expect(Stop)
         run = RunHandle.attach(Path(str(launcher.store)) / "run")
         run.cancel()
-        while not run.status().cancelling:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(WAIT):
+            while not run.status().cancelling:
+                await asyncio.sleep(0.01)
+        noted.append(True)
         await agent.leave()
 
-    played = play(fail, stop_grace=WAIT)
-    assert (played.error.exception_type, played.was_cancelled) == ("ValueError", False)
+    noted: list[bool] = []
+    played = play(fail, wait_for_stop, stop_grace=WAIT)
+    assert (played.error.exception_type, played.was_cancelled, noted) == ("ValueError", False, [True])
 
 
 def test_what_an_agent_sent_before_its_end_counts_before_the_engines_error(play: Callable[..., Played]) -> None:

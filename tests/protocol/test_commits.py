@@ -53,12 +53,12 @@ class Commits:
         # Everything else waits behind it.
         self.storage.submit(self._gate.wait)
 
-    def add(self, index: int, rank: int = 0, *, sharded: bool = False, upload: str | None = None) -> None:
+    def add(self, index: int, rank: int = 0, *, sharded: bool = False, upload: str = "") -> None:
         folder = Path(self.own.path("checkpoints", f"0000-{index:06d}"))
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"rank-{rank}.json"
         file.write_text("{}")
-        facts: dict[str, Any] = {"path": str(file), "shared": True, "time": 0.0, "metrics": {}, "sharded": sharded}
+        facts: dict[str, Any] = {"time": 0.0, "metrics": {}, "sharded": sharded}
         facts |= {"file": file.name, "format": "json", "size": 2, "sha256": ""}
         self.storage.add_part(rank, Part(id=folder.name, index=index, upload=upload, **facts))
 
@@ -130,10 +130,12 @@ def test_a_sharded_checkpoint_waits_for_all_parts_until_a_later_one_is_committed
     assert sorted(int(file.parent.name[-1]) for file in files("*/rank-*")) == [1, 1, 5, 5]
 
 
-def test_what_arrived_of_a_part_that_is_lost_is_removed(work: Commits) -> None:
+def test_what_arrived_of_a_checkpoint_that_is_lost_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Commits(tmp_path, monkeypatch, world_size=2)
     arrived = Path(work.own.path("result", ".upload-part"))
     arrived.write_text("{")
-    work.add(0, upload="part")
+    work.add(0, sharded=True, upload="part")
+    work.storage.lose(0)
     work.finish()
     assert (work.lost, arrived.exists()) == ([0], False)
 

@@ -45,7 +45,8 @@ def failed(known: Facts, rank: int, **details: Any) -> bool:
 
 def test_success_is_every_ranks_end_and_rank_0s_value() -> None:
     known = facts()
-    known.note_stored(REF, [None])
+    known.stored = REF, [None]
+    known.finished.add(0)
     assert judged(known) is None
     known.finished.add(1)
     assert judged(known) == Verdict(success=(REF, [None]))
@@ -53,7 +54,8 @@ def test_success_is_every_ranks_end_and_rank_0s_value() -> None:
 
 def test_no_later_event_takes_a_success_back() -> None:
     known = facts(1)
-    known.note_stored(REF, [])
+    known.stored = REF, []
+    known.finished.add(0)
     known.refusal, known.engine_ended = REFUSAL, True
     assert judged(known, [member(0, "it exited")]) == Verdict(success=(REF, []))
 

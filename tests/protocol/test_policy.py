@@ -10,7 +10,7 @@ from tests.runs import job
 from rankzero import errors
 from rankzero.channel.messages import Failed, Stack
 from rankzero.driver import ending, policy
-from rankzero.driver.ending import Failure
+from rankzero.driver.ending import Facts, Failure
 from rankzero.driver.hangs import HangWatch
 from rankzero.driver.policy import GROWTH_TIMEOUT
 from rankzero.run import observer
@@ -98,10 +98,10 @@ ELSEWHERE = 'File "train.py", line 7 in load'
 
 
 def test_a_hang_names_who_had_not_joined_and_shows_equal_stacks_once() -> None:
-    hangs = HangWatch(3)
+    hangs = HangWatch(Facts(3, ""))
     hangs.begin(0.0)
     hangs.stacks |= {rank: Stack(ELSEWHERE if rank == 1 else COLLECTIVE) for rank in range(3)}
-    found = hangs.find(1e6, 5.0, frozenset())
+    found = hangs.find(1e6, 5.0)
     assert found
     error = ending.hung(found[0], hangs.texts, found[1], "/store/run")
     text = str(error)
@@ -110,7 +110,7 @@ def test_a_hang_names_who_had_not_joined_and_shows_equal_stacks_once() -> None:
     assert text.index("rank 1 stood at:") < text.index("ranks 0, 2 stood at:")
     assert text.count("all_reduce") == 1
     hangs.stacks = dict.fromkeys(range(3), Stack(ELSEWHERE))
-    assert hangs.find(1e6, 5.0, frozenset()) == (found[0], []), "no rank waits"
+    assert hangs.find(1e6, 5.0) == (found[0], []), "no rank waits"
 
 
 @pytest.mark.parametrize(("hosts", "order"), [("a", [0]), ("abab", [0, 2, 1, 3]), ("ba", [0, 1]), ("aba", [0, 2, 1])])
@@ -215,7 +215,6 @@ SAME = replace(MATCHED, report=replace(MATCHED.report, message="CUDA error 9"))
 @pytest.mark.parametrize(
     ("failures", "host"),
     [
-        ([], None),
         ([KILLED], "two"),
         ([MATCHED], "three"),
         ([MATCHED, KILLED], "three"),
@@ -238,4 +237,5 @@ SAME = replace(MATCHED, report=replace(MATCHED.report, message="CUDA error 9"))
 )
 def test_which_host_is_to_blame(failures: list[Failure], host: str | None) -> None:
     hosts = {0: "zero", 1: "one", 2: "two", 3: "three", 4: "four", 5: "three"}
-    assert ending.host_to_blame([replace(failure, placed_on=hosts[failure.rank]) for failure in failures]) == host
+    placed = [replace(failure, placed_on=hosts[failure.rank]) for failure in failures]
+    assert ending.failed(Facts(6, "", failures=placed), {}).blamed == host

@@ -5,6 +5,7 @@ import pytest
 from rankzero.bounds import MEET_TIMEOUT
 from rankzero.channel.messages import Stack
 from rankzero.driver import policy
+from rankzero.driver.ending import Facts
 from rankzero.driver.hangs import RETURNED_HANG, RETURNED_NOTICE, HangWatch, describe, is_waiting
 
 SITE = "/venv/lib/python3.12/site-packages/torch"
@@ -47,7 +48,7 @@ def watch(
     stacks: list[str], cpu_per_second: float | None = 0.0, progress_every: float = 1e9
 ) -> tuple[list[str], float]:
     """Rank 1 of two returns at 0; the lines that are told, and when the run counts as hung (0: never)."""
-    hangs, told, now, progress = HangWatch(2), [], 0.0, 0
+    hangs, told, now, progress = HangWatch(Facts(2, "")), [], 0.0, 0
     hangs.begin(-1e6)
     hangs.on_beat(0, 0, 0.0)
     hangs.on_return(1, 0.0)
@@ -59,7 +60,7 @@ def watch(
             cpu = None if cpu_per_second is None else now * cpu_per_second
             hangs.stacks[0] = Stack(stacks[int(now // RETURNED_NOTICE()) % len(stacks)], cpu)
             told += filter(None, [hangs.look(now)])
-        if hangs.find(now, None, frozenset()):
+        if hangs.find(now, None):
             return told, now
         now += 0.5
     return told, 0.0
@@ -92,22 +93,22 @@ def test_a_rank_that_works_alone_never_hangs_and_is_told_of_once(stacks: list[st
 
 @pytest.mark.parametrize("meanwhile", ["returns", "moves on"])
 def test_a_rank_that_returns_or_moves_on_while_its_stack_is_requested_does_not_hang(meanwhile: str) -> None:
-    hangs = HangWatch(2)
+    hangs = HangWatch(Facts(2, ""))
     hangs.begin(-1e6)
     hangs.on_beat(0, 0, 0.0)
     hangs.on_return(1, 0.0)
     hangs.stacks[0] = Stack(ALL_REDUCE, 0.0)
     hangs.look(RETURNED_NOTICE())
     now = RETURNED_HANG()
-    assert hangs.find(now, None, frozenset())
+    assert hangs.find(now, None)
     hangs.on_return(0, now) if meanwhile == "returns" else hangs.on_beat(0, 1, now)
     hangs.look(now + 1.0)
-    assert not hangs.find(now + 1.0, None, frozenset())
+    assert not hangs.find(now + 1.0, None)
 
 
 def test_nothing_is_told_while_there_is_progress_or_before_or_after_the_return() -> None:
     assert watch([ALL_REDUCE], progress_every=RETURNED_NOTICE() - 1) == ([], 0.0)
-    hangs = HangWatch(2)
+    hangs = HangWatch(Facts(2, ""))
     hangs.begin(0.0)
     assert not hangs.must_look(1e6)
     for rank in range(2):
@@ -118,12 +119,11 @@ def test_nothing_is_told_while_there_is_progress_or_before_or_after_the_return()
 # -- without progress ----------------------------------------------------------------------------
 
 BOUND = 10.0
-NOT_OVER = frozenset[int]()
 
 
 def watched() -> HangWatch:
     """Two ranks that sent a heartbeat at time 0."""
-    watch = HangWatch(2)
+    watch = HangWatch(Facts(2, ""))
     watch.begin(0.0)
     for rank in range(2):
         watch.on_beat(rank, 1, 0.0)
@@ -131,13 +131,13 @@ def watched() -> HangWatch:
 
 
 def test_a_rank_without_heartbeats_hangs_from_the_start_on() -> None:
-    watch = HangWatch(2)
+    watch = HangWatch(Facts(2, ""))
     watch.begin(5.0)
     watch.on_beat(0, 1, 6.0)
     # Until then it may be looking for rank 0.
     start = 5.0 + MEET_TIMEOUT()
-    assert not watch.find(start + BOUND, BOUND, NOT_OVER)
-    assert watch.find(start + 0.1 + BOUND, BOUND, NOT_OVER)
+    assert not watch.find(start + BOUND, BOUND)
+    assert watch.find(start + 0.1 + BOUND, BOUND)
 
 
 def test_a_rank_that_does_not_reply_has_a_text_in_place_of_its_stack() -> None:
@@ -148,13 +148,13 @@ def test_a_rank_that_does_not_reply_has_a_text_in_place_of_its_stack() -> None:
 
 def test_progress_of_one_rank_is_progress_and_a_beat_without_it_is_none() -> None:
     watch = watched()
-    assert not watch.find(BOUND, BOUND, NOT_OVER)
-    assert watch.find(BOUND + 1, BOUND, NOT_OVER)
+    assert not watch.find(BOUND, BOUND)
+    assert watch.find(BOUND + 1, BOUND)
     watch.on_beat(0, 1, BOUND + 1)
-    assert watch.find(BOUND + 1, BOUND, NOT_OVER)
+    assert watch.find(BOUND + 1, BOUND)
     watch.on_beat(1, 2, BOUND + 1)
-    assert not watch.find(BOUND + 2, BOUND, NOT_OVER)
-    assert watch.find(2 * BOUND + 2, BOUND, NOT_OVER)
+    assert not watch.find(BOUND + 2, BOUND)
+    assert watch.find(2 * BOUND + 2, BOUND)
 
 
 def test_no_run_hangs_while_a_value_is_stored() -> None:
@@ -164,22 +164,23 @@ def test_no_run_hangs_while_a_value_is_stored() -> None:
     for second in range(100):
         for rank in range(2):
             watch.on_beat(rank, 1, BOUND + second)
-        assert not watch.find(BOUND + second, BOUND, NOT_OVER)
+        assert not watch.find(BOUND + second, BOUND)
 
 
 def test_a_returned_rank_without_heartbeats_hangs_unless_it_has_sent_its_last_report() -> None:
-    watch = watched()
+    watch = HangWatch(facts := Facts(2, ""))
     for rank in range(2):
         watch.on_return(rank, BOUND)
     watch.on_beat(1, 1, 3 * BOUND)
-    assert not watch.find(3 * BOUND, BOUND, frozenset({0}))
     why = f"rank 0 returned, and then sent no heartbeat for hang_timeout={BOUND} s"
-    assert watch.find(3 * BOUND, BOUND, NOT_OVER) == (why, [0])
+    assert watch.find(3 * BOUND, BOUND) == (why, [0])
+    facts.over.add(0)
+    assert not watch.find(3 * BOUND, BOUND)
 
 
 def test_a_return_is_progress_and_what_comes_after_it_hides_no_peer_that_hangs() -> None:
     watch = watched()
     watch.on_return(0, BOUND)
-    assert not watch.find(2 * BOUND, BOUND, NOT_OVER)
+    assert not watch.find(2 * BOUND, BOUND)
     watch.on_beat(0, 2, 2 * BOUND)
-    assert watch.find(2 * BOUND + 1, BOUND, NOT_OVER)
+    assert watch.find(2 * BOUND + 1, BOUND)

@@ -125,7 +125,6 @@ class Agent:
             host=self._config["host"],
             address=network.address_towards(hosts, port) or self._config["host"],
             hostname=socket.gethostname(),
-            pid=os.getpid(),
             python=".".join(map(str, sys.version_info[:3])),
             gpus=self._config["gpus"],
             workers=len(self._ranks),

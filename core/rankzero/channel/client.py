@@ -9,18 +9,15 @@ import asyncio
 import contextlib
 import os
 import random
-import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from rankzero import bounds
 from rankzero.channel import connection as connections
 from rankzero.channel.connection import READ_SIZE, ChannelError, Connection
 from rankzero.channel.tls import client_context
-from rankzero.threads import in_thread, reply_of
 
 CONNECT_PAUSE_MAX = 1.0  # Most seconds between two tries to find the driver; the first pause is a tenth of it
 
@@ -58,7 +55,7 @@ class Driver:
         while True:
             for host in self.hosts:
                 try:
-                    connection = await self._connect_to(host)
+                    connection = await self._connect(host)
                 except (OSError, ValueError) as error:
                     problems[host] = str(error) or type(error).__name__
                     continue
@@ -71,24 +68,11 @@ class Driver:
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(CONNECT_PAUSE_MAX, 2 * pause)
 
-    async def _connect_to(self, host: str) -> Connection:
-        """Connects to the first address of a host that proves the secret, and keeps it for later connections."""
-        # A name server may hang, so a thread calls it.
-        resolve = partial(socket.getaddrinfo, host, self.port, type=socket.SOCK_STREAM)
-        infos = await reply_of(in_thread(resolve, "rankzero-resolve"), connections.CONNECT_TIMEOUT())
-        problem: Exception = OSError(f"{host} has no address")
-        for *_, address in infos:
-            self._address = str(address[0])
-            try:
-                return await self._connect()
-            except (OSError, ValueError) as error:
-                problem = error
-        raise problem
-
-    async def _connect(self) -> Connection:
+    async def _connect(self, host: str) -> Connection:
+        """Returns a connection to a host that has proved the secret, whose address is kept for later connections."""
         tls: dict[str, Any] = {"ssl": client_context(), "server_hostname": ""} if self.certificate else {}
         async with asyncio.timeout(connections.CONNECT_TIMEOUT()):
-            reader, writer = await asyncio.open_connection(self._address, self.port, limit=READ_SIZE, **tls)
+            reader, writer = await asyncio.open_connection(host, self.port, limit=READ_SIZE, **tls)
         connection = Connection(reader, writer)
         try:
             # Only the certificate itself is compared; its names and its dates are ignored.
@@ -96,6 +80,7 @@ class Driver:
                 raise ChannelError("the process at this address has another certificate than the run's")
             async with asyncio.timeout(connections.HANDSHAKE_TIMEOUT()):
                 self.digests = await connection.prove(self.secret)
+            self._address = str(writer.get_extra_info("peername")[0])
         except BaseException as error:
             connection.abort(str(error))
             raise
@@ -103,22 +88,14 @@ class Driver:
 
     async def fetch(self, name: str, path: str) -> None:
         """Writes a file that the driver offers to a local path. Raises OSError with the reason if it cannot."""
-        async with self._for_file() as connection:
+        with contextlib.closing(await self._connect(self._address)) as connection:
             size = await connection.request(f"GET {name}", bounds.STORE_OUTAGE())
             await connection.receive_file(path, int(size))
 
     async def put(self, name: str, path: str) -> None:
         """Sends a local file to the driver. Raises OSError with the reason if it cannot."""
-        async with self._for_file() as connection:
+        with contextlib.closing(await self._connect(self._address)) as connection:
             size = os.path.getsize(path)
             await connection.request(f"PUT {name} {size}", bounds.CONNECTION_LOST_AFTER())
             await connection.send_file(open(path, "rb"), size)
             await connection.answer(bounds.STORE_OUTAGE())
-
-    @contextlib.asynccontextmanager
-    async def _for_file(self) -> AsyncIterator[Connection]:
-        connection = await self._connect()
-        try:
-            yield connection
-        finally:
-            connection.close()

@@ -29,7 +29,7 @@ from functools import partial
 from typing import IO
 
 from rankzero import bounds
-from rankzero.channel.messages import Decoder, Message, Ping, encode
+from rankzero.channel.messages import Decoder, Message, encode
 from rankzero.host.network import tune
 from rankzero.threads import ActionThread, reply_of
 
@@ -38,7 +38,6 @@ CONNECT_TIMEOUT = bounds.stretched(5.0)  # For a name to be resolved, and for a 
 HANDSHAKE_TIMEOUT = bounds.stretched(10.0)  # For both ends of a new connection to prove the secret
 CHUNK = 1 << 20  # Bytes of a file that are read or written together
 READ_SIZE = 256 << 10  # Most bytes that are read from a connection together, and that it buffers before it is read
-LINE_LIMIT = 4096  # Most bytes of a request, or of an answer
 _SIZE = 32
 
 
@@ -124,8 +123,6 @@ class Connection:
                 return ""
             except asyncio.LimitOverrunError:
                 raise ChannelError("a line without an end") from None
-        if len(line) > LINE_LIMIT:
-            raise ChannelError(f"a line of {len(line)} bytes")
         return line.decode("utf-8", "replace").rstrip("\n")
 
     # -- messages ------------------------------------------------------------------------------
@@ -148,10 +145,8 @@ class Connection:
         """Waits until few bytes are unsent. Raises OSError if the connection has ended."""
         await self._writer.drain()
 
-    async def messages(
-        self, room: Callable[[], Awaitable[None]] | None = None
-    ) -> AsyncIterator[tuple[Message, int | None]]:
-        """Yields each message with the local rank of its sender, until the connection ends. Awaits ``room`` between.
+    async def messages(self) -> AsyncIterator[tuple[Message, int | None]]:
+        """Yields each message with the local rank of its sender, until the connection ends.
 
         Raises:
             OSError, MessageError: the connection broke, or what arrived is no message.
@@ -159,12 +154,8 @@ class Connection:
         decoder = Decoder()
         while data := await self._reader.read(READ_SIZE):
             self.received_at = time.monotonic()
-            for message, local_rank in decoder.feed(data):
-                if not isinstance(message, Ping):
-                    yield message, local_rank
-            if room:
-                await room()
-                self.received_at = time.monotonic()
+            for message in decoder.feed(data):
+                yield message
 
     async def keep(self, other: str, lives: Callable[[], Awaitable[bool]] | None = None) -> None:
         """Sends signs of life, and ends the connection when the other end sends none. Never returns.
@@ -179,7 +170,7 @@ class Connection:
         """
         while True:
             before = time.monotonic()
-            self.send(Ping())
+            self.write(b"\n")
             await asyncio.sleep(PING_INTERVAL)
             now = time.monotonic()
             is_silent = now - self.received_at >= bounds.CONNECTION_LOST_AFTER()

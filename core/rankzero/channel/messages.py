@@ -1,9 +1,9 @@
 """The messages of driver, agents and ranks: one class for each kind, and its form on the wire.
 
 On the wire a message is a line of JSON: ``[kind, local rank, fields]``. An agent adds the local rank of the sender to
-the messages of its ranks; it is null in all others. In this order: what agents send to the driver, what ranks send
-(`Transfer` to their agent), what the driver sends, what an agent sends to its ranks, and what both ends send. Standard
-library only: this module travels to executors.
+the messages of its ranks; it is null in all others. An empty line is a sign of life. In this order: what agents send to
+the driver, what ranks send (`Transfer` to their agent), what the driver sends, what an agent sends to its ranks, and
+its goodbye to the driver. Standard library only: this module travels to executors.
 """
 
 from __future__ import annotations
@@ -34,10 +34,6 @@ class Message:
     def __init_subclass__(cls) -> None:
         KINDS[cls.__name__] = cls
 
-    def facts(self) -> dict[str, Any]:
-        """Returns the fields whose value is not None."""
-        return {name: value for name, value in vars(self).items() if value is not None}
-
 
 def encode(message: Message, local_rank: int | None = None) -> bytes:
     """Returns the line of a message, with the local rank of its sender. Raises MessageError if it is too long."""
@@ -54,29 +50,26 @@ def decode(line: bytes) -> tuple[Message, int | None]:
         message = KINDS[name](**values)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise MessageError(f"{line[:100]!r} is no message: {type(error).__name__}: {error}") from None
-    if not isinstance(local_rank, int | None):
-        raise MessageError(f"{local_rank!r} is no local rank")
     return message, local_rank
 
 
 class Decoder:
     """Splits received bytes, in pieces of any size, into messages."""
 
-    def __init__(self, limit: int = LINE_MAX) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[tuple[Message, int | None]]:
         """Returns the messages that these bytes complete, with the local rank of each sender. Raises MessageError."""
         first, *others = data.split(b"\n")
         self._rest += first
-        if len(self._rest) > self._limit:
-            raise MessageError(f"a message is longer than {self._limit} bytes")
+        if len(self._rest) > LINE_MAX:
+            raise MessageError(f"a message is longer than {LINE_MAX} bytes")
         if not others:
             return []
         lines = [bytes(self._rest), *others[:-1]]
         self._rest = bytearray(others[-1])
-        return [decode(line) for line in lines]
+        return [decode(line) for line in lines if line]
 
 
 @dataclass(frozen=True)
@@ -86,7 +79,6 @@ class Join(Message):
     host: str
     address: str
     hostname: str
-    pid: int
     python: str
     gpus: list[str]
     workers: int
@@ -127,20 +119,15 @@ class Reached(Message):
     """A rank has reached a phase.
 
     Attributes:
-        phase: ``"ready"``: it has imported torch; ``"entered"``: it calls the user's code; ``"returned"``: that has
-            returned before the rank was asked to stop; ``"exited"``: asked to stop, it has exited without an outcome.
-        values: ``time``, the Unix time; of ``"entered"`` also ``started`` (its process), ``imported`` and ``torch``.
+        phase: ``"ready"``: it has imported torch; ``"bound"``: rank 0 has bound the port at which the ranks meet;
+            ``"entered"``: it calls the user's code; ``"returned"``: that has returned before the rank was asked to
+            stop; ``"exited"``: asked to stop, it has exited without an outcome.
+        values: ``time``, the Unix time; of ``"entered"`` also ``started`` (its process), ``imported`` and ``torch``;
+            of ``"bound"`` the ``port``.
     """
 
     phase: str
     values: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Rendezvous(Message):
-    """Rank 0 has bound the port at which the ranks meet."""
-
-    port: int
 
 
 @dataclass(frozen=True)
@@ -162,16 +149,13 @@ class Part(Message):
     """A rank has written its part of a checkpoint.
 
     Attributes:
-        shared: True if ``path`` is in the run directory or its object store.
         has_result: True if this rank had set the value of the run by then: `rankzero.train.set_result`.
-        upload: Name under which the agent has sent the part over the channel.
+        upload: Name under which the agent has sent the part over the channel; empty if the rank has stored it.
     """
 
     id: str
     index: int
     file: str
-    path: str
-    shared: bool
     format: str
     size: int
     sha256: str
@@ -179,7 +163,7 @@ class Part(Message):
     metrics: dict[str, Any]
     time: float
     has_result: bool = False
-    upload: str | None = None
+    upload: str = ""
 
 
 @dataclass(frozen=True)
@@ -326,11 +310,6 @@ class Transferred(Message):
     name: str
     path: str = ""
     error: str | None = None
-
-
-@dataclass(frozen=True)
-class Ping(Message):
-    """The other end is alive."""
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,13 @@ import asyncio
 import logging
 import os
 import socket
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rankzero import bounds, store
 from rankzero.channel import connection as connections
-from rankzero.channel.connection import LINE_LIMIT, READ_SIZE, ChannelError, Connection
+from rankzero.channel.connection import READ_SIZE, ChannelError, Connection
 from rankzero.channel.messages import Bye, Message, MessageError
 from rankzero.host.network import BACKLOG
 from rankzero.threads import in_thread, reply_of
@@ -29,40 +28,27 @@ UPLOAD = ".upload-"
 logger = logging.getLogger(__name__)
 
 
-class Receiver(Protocol):
-    """The driver, as the channel calls it, always in the event loop."""
-
-    def on_message(self, task: int, local_rank: int | None, message: Message) -> None:
-        """Applies a message of an agent or of one of its ranks."""
-
-    def on_end(self, task: int, why: str | None) -> None:
-        """Notes that an agent's connection has ended: for this reason, or as agreed if there is none."""
-
-    async def room(self) -> None:
-        """Waits while the driver cannot take more lines of ranks."""
-
-
 @dataclass
 class Server:
     """Listens for the agents of one attempt.
 
     Attributes:
         secret: The attempt's secret, hex.
-        receiver: Receives the messages.
+        on_message: Receives each message, with the task of the agent, and the local rank of a rank that has sent it.
+        on_end: Called when an agent's connection has ended: with the reason, or with None if it said goodbye.
         served: Locations of the files that agents may fetch, by name.
         digests: Digests of those that ranks execute, which agents compare.
         directory: Local directory for the files that agents send.
         tls: Context for encrypted connections; None for plain ones.
-        received: The size of each file that arrived, or a text that says why it did not, by its path.
     """
 
     secret: str
-    receiver: Receiver
+    on_message: Callable[[int, int | None, Message], None]
+    on_end: Callable[[int, str | None], None]
     served: Mapping[str, str]
     digests: dict[str, str]
     directory: str
     tls: ssl.SSLContext | None = None
-    received: dict[str, int | str] = field(default_factory=dict)
     _server: asyncio.Server | None = None
     _agents: dict[int, Connection] = field(default_factory=dict)
     _connections: set[asyncio.Task[None]] = field(default_factory=set)
@@ -90,11 +76,6 @@ class Server:
         """The tasks whose agents are connected."""
         return set(self._agents)
 
-    def silent(self, seconds: float) -> set[int]:
-        """Returns the tasks whose agents have sent nothing for so long."""
-        now = time.monotonic()
-        return {task for task, connection in self._agents.items() if now - connection.received_at >= seconds}
-
     async def read_rest(self) -> None:
         """Waits until the agents have disconnected, whose processes have ended; briefly, if a network is cut."""
         if self._connections:
@@ -104,9 +85,8 @@ class Server:
         """Ends all connections, and accepts no more."""
         if self._server:
             self._server.close()
-        for connection in self._agents.values():
-            connection.close()
         for task in self._connections:
+            # Which closes its connection, after everything that was written.
             task.cancel()
         if self._connections:
             await asyncio.wait(self._connections, timeout=LAST_READ_TIMEOUT())
@@ -131,12 +111,9 @@ class Server:
                     await self._take(name, int(size), connection)
                 case _:
                     raise ChannelError(f"no request: {words}")
-        # Drivers of object stores raise exceptions of their own types.
-        except Exception as error:
+        # Drivers of object stores raise exceptions of their own types; `close` cancels.
+        except (Exception, asyncio.CancelledError) as error:
             logger.debug("channel: a connection ended: %s: %s", type(error).__name__, error)
-        except asyncio.CancelledError:
-            # By `close`. The task itself is not awaited.
-            pass
         finally:
             self._connections.discard(task)
             writer.close()
@@ -150,11 +127,11 @@ class Server:
         keeper = asyncio.create_task(connection.keep("it"))
         why: str | None = "its connection was closed"
         try:
-            async for message, local_rank in connection.messages(self.receiver.room):
+            async for message, local_rank in connection.messages():
                 if isinstance(message, Bye):
                     why = None
                     break
-                self.receiver.on_message(task, local_rank, message)
+                self.on_message(task, local_rank, message)
         except (OSError, MessageError) as error:
             why = str(error) or type(error).__name__
         except Exception as error:
@@ -163,7 +140,7 @@ class Server:
         finally:
             keeper.cancel()
             del self._agents[task]
-            self.receiver.on_end(task, why and (connection.reason or why))
+            self.on_end(task, why and (connection.reason or why))
 
     async def _give(self, name: str, connection: Connection) -> None:
         """Sends a file that agents may fetch. Its store may hang, so a thread opens it."""
@@ -180,24 +157,20 @@ class Server:
             return
         connection.write(b"ok %d\n" % size)
         await connection.send_file(file, size)
-        await connection.drain()
 
     async def _take(self, name: str, size: int, connection: Connection) -> None:
-        """Receives a file of an agent, and notes whether it is there."""
+        """Receives a file of an agent, which gets the error if it cannot be written."""
         path = os.path.join(self.directory, f"{UPLOAD}{name}")
         if not name or name.startswith(".") or os.sep in name or "\0" in name or size < 0:
             raise ChannelError(f"{name!r} is no plain file name, or {size} no size")
         connection.write(b"ok\n")
-        problem = "the driver has ended"
         try:
             await connection.receive_file(path, size)
-            problem = ""
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        finally:
-            self.received[path] = problem or size
-        connection.write(_answer(problem or "ok"))
+        except OSError as error:
+            connection.write(_answer(f"{type(error).__name__}: {error}"))
+        else:
+            connection.write(b"ok\n")
 
 
 def _answer(text: str) -> bytes:
-    return text.encode()[: LINE_LIMIT - 1].replace(b"\n", b" ") + b"\n"
+    return text.encode().replace(b"\n", b" ") + b"\n"

@@ -7,7 +7,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankzero import bounds
@@ -19,30 +18,13 @@ from rankzero.driver import policy
 from rankzero.driver.ending import Facts, Failure, Member
 from rankzero.driver.hangs import HangWatch
 from rankzero.driver.places import Places
-from rankzero.driver.recorder import Recorder
 from rankzero.driver.storage import Storage
-from rankzero.driver.watch import Watch
 from rankzero.errors import EngineError
 from rankzero.job import Job
 from rankzero.run.checkpoints import Manifest
-from rankzero.run.directory import Submission
 
 if TYPE_CHECKING:
     import ssl
-
-EXECUTED = ("payload.pkl", "modules.zip", "code.zip")
-"""Names of the files that ranks execute."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """The parts of a driver that all attempts of its run share; ``env`` is the user's environment for the ranks."""
-
-    own: Submission
-    places: Places
-    recorder: Recorder
-    watch: Watch
-    env: dict[str, str]
 
 
 class Agents:
@@ -50,7 +32,7 @@ class Agents:
 
     Attributes:
         members: The agents that have joined, by task.
-        rendezvous: The agent of rank 0, and the port at which the ranks meet, once rank 0 has bound it.
+        is_bound: True once rank 0 has bound the port at which the ranks meet.
         served: Locations of the files that agents may fetch, by name.
         heard_at: Monotonic time of the last message that shows that ranks or their agents still work.
         is_stopping: True once the agents were asked to stop before the training had succeeded.
@@ -59,7 +41,7 @@ class Agents:
 
     def __init__(
         self,
-        run: Run,
+        places: Places,
         job: Job,
         number: int,
         num_agents: int,
@@ -68,32 +50,26 @@ class Agents:
         tls: ssl.SSLContext | None,
     ) -> None:
         """Prepares for agents, of which none has joined. Without ``tls``, connections are not encrypted."""
-        self._own, self._recorder, self._watch, self.room = run.own, run.recorder, run.watch, run.recorder.room
+        self._own, self._recorder, self._watch = places.own, places.recorder, places.watch
         self._job = job
         self._number = number
         self._storage = storage
         self.num_agents = num_agents
         self.members: dict[int, Member] = {}
         self.facts: Facts = storage.facts
-        self.hangs = HangWatch(job.num_processes)
-        self.is_stopping = self.is_leaving = False
-        self.rendezvous: tuple[Member, int] | None = None
+        self.hangs = HangWatch(self.facts)
+        self.is_bound = self.is_stopping = self.is_leaving = False
         self.heard_at = time.monotonic()
         self.served = {name: file["location"] for name, file in job.files.items()}
-        digests = {name: job.files[name]["digest"] for name in EXECUTED if name in job.files}
-        self.server = Server(secret, self, served=self.served, digests=digests, directory=storage.directory, tls=tls)
-        storage.received = self.server.received
+        executed = {"payload.pkl", "modules.zip", "code.zip"} & job.files.keys()
+        digests = {name: job.files[name]["digest"] for name in executed}
+        self.server = Server(secret, self.on_message, self.on_end, self.served, digests, storage.directory, tls)
 
     # -- who has joined ------------------------------------------------------------------------
 
     def gone(self) -> list[Member]:
         """Returns the agents that have exited before they were asked to, or are lost."""
         return [member for member in self.members.values() if member.why_left is not None]
-
-    @property
-    def num_ready(self) -> int:
-        """Number of ranks that have imported torch."""
-        return sum(len(member.ready) for member in self.members.values())
 
     def missing(self) -> tuple[list[int], list[int]]:
         """Returns the tasks whose agents have not joined, and the ranks of the others that have not imported torch."""
@@ -146,12 +122,6 @@ class Agents:
             sampled.add(member.host)
             self.server.send(member.task, assign)
 
-    def send_rendezvous(self) -> None:
-        """Sends the addresses and the port of rank 0 to all ranks. Requires `rendezvous`."""
-        assert self.rendezvous is not None
-        (member, port), one_host = self.rendezvous, self._on_one_host()
-        self.server.broadcast(messages.Go(member.addresses(for_one_host=one_host), port, one_host))
-
     def note_stored(self) -> None:
         """Notifies the ranks of each checkpoint that was committed or is lost, and notes the end of rank 0's value."""
         for settled in self._storage.settled():
@@ -186,7 +156,7 @@ class Agents:
             # Messages that arrived before the end explain it.
             await self.server.read_rest()
             self.facts.engine_ended, self.facts.engine_error = True, error
-            self._watch.change()
+            self._watch.wake()
 
         def on_end(error: BaseException | None) -> None:
             # The loop is closed if the driver has not waited for the end.
@@ -202,7 +172,7 @@ class Agents:
             member.leave(why or "it has exited early")
         if member and why:
             self.facts.over.update(member.ranks)
-        self._watch.change()
+        self._watch.wake()
 
     def on_message(self, task: int, local_rank: int | None, message: Message) -> None:
         """Applies a message of an agent or of one of its ranks."""
@@ -219,12 +189,11 @@ class Agents:
         if not isinstance(message, messages.Usage):
             self.heard_at = time.monotonic()
         if not isinstance(message, (messages.Usage, messages.Log, messages.Metrics, messages.Beat)):
-            self._watch.change()
+            self._watch.wake()
 
     def _on_join(self, task: int, message: messages.Join) -> None:
         if task in self.members:
-            # Only the driver decides about restarts, so ranks of two attempts never mix.
-            self.members[task].leave("another agent joined in its place")
+            # The first one is lost. Only the driver decides about restarts, so ranks of two attempts never mix.
             return
         place = message.host, message.address, message.hostname
         first = task * self._job.processes_per_task
@@ -247,8 +216,10 @@ class Agents:
                 self.hangs.stacks[rank] = message
             case messages.Reached("ready"):
                 member.ready.add(local_rank)
-            case messages.Rendezvous():
-                self.rendezvous = member, message.port
+            case messages.Reached("bound"):
+                self.is_bound, one_host = True, self._on_one_host()
+                hosts = member.addresses(for_one_host=one_host)
+                self.server.broadcast(messages.Go(hosts, message.values["port"], one_host))
             case messages.Part():
                 self._storage.add_part(rank, message)
             case messages.Lost():
@@ -258,7 +229,6 @@ class Agents:
             case messages.Reached("entered"):
                 self._note_phase(rank, member, message)
             case messages.Reached("returned") if member.why_left is None and not self.is_stopping:
-                self.facts.returned.add(rank)
                 self.hangs.on_return(rank, time.monotonic())
                 self._note_phase(rank, member, message)
             case messages.Finished() if rank in self.facts.returned:

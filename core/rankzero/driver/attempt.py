@@ -15,6 +15,7 @@ An attempt ends before every rank has finished if
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import functools
@@ -29,13 +30,13 @@ from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel import messages
 from rankzero.channel.connection import new_secret
 from rankzero.driver import ending, policy
-from rankzero.driver.agents import Agents, Run
+from rankzero.driver.agents import Agents
 from rankzero.driver.ending import Facts, Verdict
-from rankzero.driver.places import cancel_late
+from rankzero.driver.places import Places
 from rankzero.driver.storage import Storage, files_of, scratch_directory
 from rankzero.driver.watch import CHECK_INTERVAL
 from rankzero.engines.base import AgentGroup, EngineSession
-from rankzero.errors import EngineError, RankZeroError, ResultError, RunCancelledError, StartTimeoutError
+from rankzero.errors import RankZeroError, ResultError, RunCancelledError, StartTimeoutError
 from rankzero.host.network import listen
 from rankzero.host.processes import allow_open_files, this_process
 from rankzero.job import CheckpointConfig, Job
@@ -44,6 +45,8 @@ from rankzero.threads import done_within, in_thread, reply_of
 
 CAUSE_WINDOW = bounds.stretched(2.0)  # For the first cause of failures that may be consequences, or of a lost agent
 SUCCESS_END_TIMEOUT = bounds.stretched(25.0)  # Without a message, until agents are cancelled after a success
+AGENT_CONNECT_TIMEOUT_MIN = bounds.stretched(1.0)  # That an agent has at least to find its driver
+PRELOAD_TIMEOUT = bounds.scaled(20.0)  # For a new zygote to import torch, until the agent is started without it
 WINDOW_STEP = 0.1  # Seconds by which the window for the first cause ends at most for each read of what has arrived
 MANY_AGENTS = 256  # Above which the driver raises the limit of open files of its process, which may be the caller's
 
@@ -61,17 +64,17 @@ class Attempt:
         job: The job, with the locations of tables and, once it is known, for the size of this attempt's world.
     """
 
-    def __init__(self, run: Run, job: Job, number: int) -> None:
-        """Prepares an attempt; `live` makes it. All attempts of a run share ``run``."""
+    def __init__(self, places: Places, job: Job, number: int) -> None:
+        """Prepares an attempt, which `live` makes. All attempts of a run share ``places``."""
         self.job = job
-        self._run = run
+        self._places = places
         self._number = number
         self._group: AgentGroup | None = None
         self._files = contextlib.ExitStack()
 
     async def live(self) -> Verdict:
         """Makes the attempt, and returns how it has ended. Raises the error of one that has no agents."""
-        recorder, places = self._run.recorder, self._run.places
+        recorder, places = self._places.recorder, self._places
         recorder.note_phase("opening")
         self._deadline = time.monotonic() + self.job.start_timeout
         session = await places.open(self._deadline)
@@ -91,24 +94,26 @@ class Attempt:
             await self._end(verdict)
             return await self._settle(verdict)
         finally:
-            await self._close()
+            await self._agents.server.close()
+            self._storage.close(0.0)
+            self._files.close()
 
     # -- starting ------------------------------------------------------------------------------
 
     async def _prepare(self, session: EngineSession, num_tasks: int) -> None:
         """Makes the parts of the attempt for its number of tasks."""
-        run, self.job, whole = self._run, self.job.sized(num_tasks), self.job
+        places, self.job, whole = self._places, self.job.sized(num_tasks), self.job
         if whole.min_processes is not None:
             # The job alone does not determine the size of the world.
             size = self.job.num_processes
             what = f"attempt {self._number} starts with {size} ranks, of {whole.world}, on {session.place}"
-            run.recorder.announce("world", what, attempt=self._number, world_size=size)
-            run.recorder.update(world_size=size)
+            places.recorder.announce("world", what, attempt=self._number, world_size=size)
+            places.recorder.update(world_size=size)
         job, num_agents = self.job, session.num_agents(num_tasks)
         if num_agents > MANY_AGENTS:
             allow_open_files()
         self._secret, self._identity = new_secret(), None
-        if await run.places.request(lambda: job.encrypts(by_default=session.encrypts), self._deadline):
+        if await places.request(lambda: job.encrypts(by_default=session.encrypts), self._deadline):
             # Imported here, so that most drivers do not load TLS.
             from rankzero.channel.tls import make_identity
 
@@ -116,14 +121,14 @@ class Attempt:
             self._identity = await reply_of(in_thread(make_identity, "rankzero-openssl"))
             logger.info("the connections of attempt %s are encrypted", self._number)
         # In the names of its directories on each host.
-        self._tag = hashlib.sha256(f"{socket.gethostname()} {run.own.run.directory}".encode()).hexdigest()[:8]
-        directory = run.own.path("result")
-        if run.own.is_remote:
+        self._tag = hashlib.sha256(f"{socket.gethostname()} {places.own.run.directory}".encode()).hexdigest()[:8]
+        directory = places.own.path("result")
+        if places.own.is_remote:
             directory = self._files.enter_context(scratch_directory(self._tag))
-        self._facts, kept = Facts(job.num_processes, run.own.run.directory), CheckpointConfig(**job.checkpoints)
-        self._storage = Storage(run.own, self._number, kept, self._facts, directory, run.watch.wake)
+        self._facts, kept = Facts(job.num_processes, places.own.run.directory), CheckpointConfig(**job.checkpoints)
+        self._storage = Storage(places.own, self._number, kept, self._facts, directory, places.watch.wake)
         tls = self._identity[1] if self._identity else None
-        self._agents = Agents(run, job, self._number, num_agents, self._storage, self._secret, tls)
+        self._agents = Agents(places, job, self._number, num_agents, self._storage, self._secret, tls)
 
     async def _launch(self, session: EngineSession, num_tasks: int) -> None:
         """Makes the engine start the agents, for which the driver listens."""
@@ -131,40 +136,43 @@ class Attempt:
         self._resume, self._token = await self._read_store()
         self._agents.served |= files_of(self._resume)
 
-        def bind() -> tuple[socket.socket, list[str]]:
-            try:
-                return listen(session.bind_host, job.ports), session.driver_hosts
-            except OSError as error:
-                raise EngineError(f"the driver cannot listen for the agents: {error}") from error
-
-        listener, hosts = await self._run.places.request(bind, self._deadline)
+        bind = lambda: (listen(session.bind_host, job.ports), session.driver_hosts)  # noqa: E731
+        listener, hosts = await self._places.request(bind, self._deadline)
         port = await self._agents.server.start(listener)
         config = {
-            **policy.agent_config(job, self._number, self._run.env, self._deadline - time.monotonic()),
+            "attempt": self._number,
+            "use_gpu": job.use_gpu,
+            "ports": job.ports,
+            "grace": job.stop_grace,
+            # Less than all, so that an agent's own error comes first: it lists the addresses that it tried.
+            "connect_timeout": max(AGENT_CONNECT_TIMEOUT_MIN(), 0.9 * (self._deadline - time.monotonic())),
+            "exit_timeout": job.exit_timeout,
+            "restart_count": self._number - job.first_attempt,
+            "max_restarts": job.max_restarts,
+            "preload_timeout": PRELOAD_TIMEOUT() if job.warm_start else None,
+            "env": self._places.env,
             "driver": [hosts, port],
             "secret": self._secret,
             "run": self._tag,
             # A driver in a thread stops whenever its caller does: in a call of native code, by Ctrl-Z, in a debugger.
-            "caller": this_process() if self._run.recorder.status.driver_thread else None,
+            "caller": this_process() if self._places.recorder.status.driver_thread else None,
             "certificate": base64.b64encode(self._identity[0]).decode() if self._identity else None,
         }
-        self._run.recorder.note_places(job.num_processes, held=True)
         launch = functools.partial(session.launch, num_tasks, config, self._agents.engine_end())
-        self._group = await self._run.places.request(launch, self._deadline, if_late=cancel_late)
+        self._group = await self._places.request(launch, self._deadline, lambda late: late.cancel())
 
     async def _read_store(self) -> tuple[Manifest | None, str]:
         """Returns the checkpoint to start from, and the text by which agents recognize the folder."""
-        watch, recorder, began = self._run.watch, self._run.recorder, time.monotonic()
-        read = functools.partial(self._storage.begin, watch.is_called_off)
+        watch, recorder, began = self._places.watch, self._places.recorder, time.monotonic()
         # It tries again for as long by itself, if the store replies.
         deadline = began + 2 * STORE_OUTAGE()
 
         def check() -> None:
             watch.check()
             if time.monotonic() > deadline:
-                raise ResultError(f"the store of {self._run.own.run.directory} does not answer")
+                raise ResultError(f"the store of {self._places.own.run.directory} does not answer")
 
-        resume, token = await self._run.watch.reply_of(self._storage.submit(read), check)
+        resume, token = await self._places.watch.reply_of(self._storage.submit(self._storage.begin), check)
         # An outage of the store takes no time from the ranks' start.
         self._deadline += time.monotonic() - began
         if (found := resume and resume.id) != recorder.status.checkpoint:
@@ -178,14 +186,15 @@ class Attempt:
 
     async def _train(self) -> Verdict:
         """Starts the ranks, and returns how the training has ended."""
-        agents, facts = self._agents, self._facts
+        agents, facts, watch, recorder = self._agents, self._facts, self._places.watch, self._places.recorder
         try:
             await self._until(lambda: len(agents.members) >= agents.num_agents, self._check_start)
             agents.assign_ranks(self._resume, self._token)
-            await self._until(lambda: agents.rendezvous is not None, self._check_start)
-            agents.send_rendezvous()
-            await self._until(lambda: agents.num_ready == self.job.num_processes, self._check_start)
-            self._note_start()
+            await self._until(lambda: agents.is_bound and not any(agents.missing()), self._check_start)
+            agents.hangs.begin(now := time.monotonic())
+            watch.started_at = watch.started_at or now
+            recorder.note_phase("running")
+            recorder.update(state="running", phase="running", started=recorder.status.started or time.time())
             await self._until(lambda: facts.success is not None, self._check_run)
         except _TroubleError:
             return await self._judge()
@@ -195,25 +204,20 @@ class Attempt:
         return Verdict(success=facts.success)
 
     async def _until(self, goal: Callable[[], bool], check: Callable[[float], Awaitable[None]]) -> None:
-        """Waits for a goal of the attempt, and meanwhile notes what the store has taken or refused.
-
-        Raises:
-            _TroubleError: a report excludes the success.
-            RankZeroError: the run must end, or ``check`` raises.
-        """
+        """Waits for a goal. Raises _TroubleError if a report excludes the success, else as the watch and ``check``."""
         while not goal():
             if ending.cannot_succeed(self._facts, self._agents.gone()):
                 raise _TroubleError
-            self._run.watch.check()
+            self._places.watch.check()
             await check(time.monotonic())
-            await self._run.watch.wait(CHECK_INTERVAL)
+            await self._places.watch.wait(CHECK_INTERVAL)
             self._agents.note_stored()
 
     async def _check_start(self, now: float) -> None:
         """Raises StartTimeoutError if the ranks take too long to start; names those that are missing meanwhile."""
         tasks, ranks = self._agents.missing()
         what = policy.starting_message(self._agents.num_agents, tasks, ranks)
-        self._run.recorder.note_waiting(f"waiting: {what}")
+        self._places.recorder.note_waiting(f"waiting: {what}")
         if now > self._deadline:
             # Rank 0 opens the rendezvous after every rank has imported torch.
             missing = [f"task {task}" for task in tasks] or [f"rank {rank}" for rank in ranks] or ["rank 0"]
@@ -221,72 +225,61 @@ class Attempt:
             to_do = "raise start_timeout of the Launcher if they are only slow"
             raise StartTimeoutError(f"{why}; {to_do}", missing=missing)
 
-    def _note_start(self) -> None:
-        """Records that every rank has started."""
-        now, watch, recorder = time.monotonic(), self._run.watch, self._run.recorder
-        self._agents.hangs.begin(now)
-        watch.started_at = watch.started_at or now
-        recorder.note_phase("running")
-        recorder.update(state="running", phase="running", started=recorder.status.started or time.time())
-
     async def _check_run(self, now: float) -> None:
         """Raises HangError if the ranks wait for each other and always will."""
         agents, hangs, facts, bound = self._agents, self._agents.hangs, self._facts, self.job.hang_timeout
 
         def is_over() -> bool:
-            return ending.cannot_succeed(facts, agents.gone()) or self._run.watch.is_called_off()
+            return ending.cannot_succeed(facts, agents.gone()) or self._places.watch.is_called_off()
 
         if hangs.must_look(now):
             await agents.request_stacks(is_over, quiet=True)
             if line := hangs.look(time.monotonic()):
-                self._run.recorder.announce("waiting", line)
-        if hangs.find(now, bound, facts.over):
+                self._places.recorder.announce("waiting", line)
+        if hangs.find(now, bound):
             await agents.request_stacks(is_over)
-            if (found := hangs.find(time.monotonic(), bound, facts.over)) and not is_over():
+            if (found := hangs.find(time.monotonic(), bound)) and not is_over():
                 why, missing = found
                 raise ending.hung(why, hangs.texts, missing, facts.directory)
 
     async def _judge(self) -> Verdict:
-        """Returns how an attempt has ended that cannot succeed: by the first cause, not by its consequences.
-
-        A rank that raises breaks the connections of its peers, whose failures may arrive first; so does a host that is
-        lost. The window for the cause does not end by the clock alone: a driver that stood still reads what has arrived
-        before it judges.
-        """
+        """Returns how an attempt has ended that cannot succeed: by the first cause, not by its consequences."""
         agents, facts = self._agents, self._facts
+
+        def is_over() -> bool:
+            # Asked first, so that a cancel is noted as soon as it arrives.
+            return self._places.watch.is_called_off() or ending.is_certain(facts)
+
+        # Not by the clock alone: a driver that stood still reads what has arrived before it judges.
         left = CAUSE_WINDOW()
-        while left > 0 and not ending.is_certain(facts):
+        while not is_over() and left > 0:
             began = time.monotonic()
-            await self._run.watch.wait(WINDOW_STEP)
+            await self._places.watch.wait(WINDOW_STEP)
             agents.note_stored()
             left -= min(WINDOW_STEP, time.monotonic() - began)
-        gone = agents.gone()
-        if facts.failures and not gone and ending.suspects(facts):
-            await agents.request_stacks(lambda: ending.is_certain(facts) or bool(agents.gone()))
-            # A host that was cut off sends no signs of life.
-            silent = agents.server.silent(bounds.STACKS_WINDOW())
-            gone = agents.gone() or [member for member in agents.members.values() if member.task in silent]
+        if facts.failures and not agents.gone() and not is_over():
+            await agents.request_stacks(lambda: is_over() or bool(agents.gone()))
         explained: RankZeroError | None = None
         if facts.engine_ended:
             assert self._group is not None
             error = facts.engine_error or RuntimeError("the agents ended before every rank had returned")
             # In a thread: the JVM has the text, and may hang.
             explained = await reply_of(in_thread(functools.partial(self._group.explain, error)))
-        return ending.judge(facts, gone, explained, agents.hangs.texts)
+        return ending.judge(facts, agents.gone(), explained, agents.hangs.texts)
 
     # -- ending --------------------------------------------------------------------------------
 
     async def _end(self, verdict: Verdict) -> None:
-        """Ends the agents, after the success was recorded if there is one; cancels those that take too long.
-
-        After a success ranks run their exit handlers, and agents deliver lines that waited for a slow driver: the time
-        limit counts from their last message, and an agent that is lost does not end the others.
-        """
-        agents, facts, watch, server = self._agents, self._facts, self._run.watch, self._agents.server
+        """Ends the agents. Behind a success, the limit counts from their last message: they deliver the last lines."""
+        agents, facts, watch, server = self._agents, self._facts, self._places.watch, self._agents.server
         agents.is_leaving = True
         is_patient = is_released = verdict.success is not None
         if verdict.success:
-            await self._record(verdict)
+            # Durable first: exit handlers and disconnects take time, and the driver may die meanwhile.
+            recorded = self._places.recorder.update(result=verdict.success[0].to_json(), value=verdict.success[1])
+            with contextlib.suppress(RankZeroError, TimeoutError):
+                async with asyncio.timeout(STORE_OUTAGE()):
+                    await watch.reply_of(recorded, watch.check)
             server.broadcast(messages.End())
             timeout = self.job.exit_timeout + SUCCESS_END_TIMEOUT()
         else:
@@ -300,8 +293,7 @@ class Attempt:
             since = max(asked_at, agents.heard_at) if is_patient else asked_at
             # After a success, the processes that held agents may still remove files.
             if now - since > timeout or (not is_patient and now - alone_at > bounds.STOP_MARGIN()):
-                await self._cancel()
-                return
+                break
             if not is_released and len(facts.over) >= facts.num_processes:
                 # Ranks that have committed wait for their peers. No rank is left that needs the rest of the grace.
                 is_released = True
@@ -310,33 +302,18 @@ class Attempt:
                 server.broadcast(messages.Stop(self.job.stop_grace))
                 timeout, is_patient = self.job.stop_grace + bounds.STOP_MARGIN(), False
                 asked_at = alone_at = now
-            await self._run.watch.wait(WINDOW_STEP)
+            await self._places.watch.wait(WINDOW_STEP)
             agents.note_stored()
-
-    async def _record(self, verdict: Verdict) -> None:
-        """Makes the success durable: disconnects and exit handlers take time, and the driver may die meanwhile."""
-        assert verdict.success is not None
-        ref, value = verdict.success
-        recorded = self._run.recorder.change(result=ref.to_json(), value=value)
-        deadline = time.monotonic() + STORE_OUTAGE()
-        recorded.add_done_callback(self._run.watch.wake)
-        while not (recorded.done() or time.monotonic() > deadline or self._run.watch.is_called_off()):
-            await self._run.watch.wait(CHECK_INTERVAL)
-
-    async def _cancel(self) -> None:
-        """Ends the agents without their cooperation."""
+        else:
+            return
         assert self._group is not None
         logger.warning("agents did not end in time; cancelling them at the engine")
         await done_within(bounds.STOP_MARGIN(), self._group.cancel)
-        await self._agents.server.close()
+        await server.close()
         await done_within(bounds.STOP_MARGIN() + 1, functools.partial(self._group.wait, bounds.STOP_MARGIN()))
 
     async def _settle(self, verdict: Verdict) -> Verdict:
-        """Waits for uploads to the store, less long once the run is cancelled; then removes what does not count.
-
-        Returns:
-            The verdict, corrected by what was stored or reported while the ranks were stopped.
-        """
+        """Waits for the store, and removes what does not count. Returns the verdict, corrected by late reports."""
         is_cancelled = isinstance(verdict.error, RunCancelledError)
         timeout = bounds.STOP_MARGIN() if is_cancelled else bounds.CHECKPOINT_COMMIT_TIMEOUT()
         deadline = await self._await_store(time.monotonic() + timeout)
@@ -350,17 +327,10 @@ class Attempt:
         """Waits until everything that arrived is stored; returns the deadline, which a cancel brings forward."""
         while self._storage.is_busy:
             now = time.monotonic()
-            if self._run.watch.is_called_off():
+            if self._places.watch.is_called_off():
                 deadline = min(deadline, now + bounds.STOP_MARGIN())
             if now >= deadline:
                 break
-            await self._run.watch.wait(CHECK_INTERVAL)
+            await self._places.watch.wait(CHECK_INTERVAL)
         self._agents.note_stored()
         return deadline
-
-    async def _close(self) -> None:
-        """Disconnects the agents and releases what the attempt has opened."""
-        self._run.recorder.note_places(self.job.num_processes, held=False)
-        await self._agents.server.close()
-        self._storage.close(0.0)
-        self._files.close()

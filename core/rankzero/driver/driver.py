@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import Any
 
 from rankzero import bounds, store
-from rankzero.driver.agents import Run
 from rankzero.driver.attempt import Attempt
 from rankzero.driver.ending import Verdict
 from rankzero.driver.places import Places, remove_computed
@@ -32,7 +31,6 @@ from rankzero.errors import (
     HangError,
     RankZeroError,
     RunCancelledError,
-    WorkerFailedError,
 )
 from rankzero.masking import Mask, secrets_of, without_credentials
 from rankzero.run.directory import Submission
@@ -43,7 +41,6 @@ from rankzero.threads import ActionThread, in_thread, reply_of
 from rankzero.tracking.tracker import Tracker
 
 TRACKER_POLL_INTERVAL = 1.0  # Seconds before each poll of the events, the first too: imports slow the ranks' start
-TRACKER_PAUSE_MAX = bounds.scaled(60.0)  # Most seconds until a tracker that keeps failing is called again
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +72,12 @@ class Driver:
             leased: True if the run cancels itself when no process follows it (`Job.orphan_timeout`).
             trackers: The result of `rankzero.submit.pack.pack_trackers`, or None.
         """
-        self._own = own
-        self._job = own.job
-        self._env = env
+        self._own, self._job = own, own.job
         secrets = secrets_of(env) + secrets_of(engine.to_spec()[1].get("conf", {}))
         self.recorder = Recorder(own, Mask(secrets))
         self.watch = Watch(own, self.recorder, leased=leased)
-        self._trackers = Trackers(own, trackers)
+        self._has_ended = threading.Event()
+        self._feeds = [TrackerFeed(own, pickled, self._has_ended) for pickled in (trackers or {}).get("pickles", ())]
         self.places = Places(engine, own, env, self.recorder, self.watch)
 
     def run(self, before: Callable[[], Awaitable[Exception | bool]] | None = None) -> None:
@@ -94,22 +90,24 @@ class Driver:
         Raises:
             ResultError: the store does not take the outcome.
         """
+
+        async def drive() -> None:
+            await self.watch.start()
+            try:
+                refused = await before() if before else False
+                if refused is not True:
+                    await self._run_to_its_end(refused or None)
+            finally:
+                self.watch.end()
+
         # A loop of its own kind, whatever policy the caller has set.
         with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
-            runner.run(self._drive(before))
-
-    async def _drive(self, before: Callable[[], Awaitable[Exception | bool]] | None) -> None:
-        await self.watch.start()
-        try:
-            refused = await before() if before else False
-            if refused is not True:
-                await self._run_to_its_end(refused or None)
-        finally:
-            self.watch.end()
+            runner.run(drive())
 
     async def _run_to_its_end(self, refused: Exception | None) -> None:
         self.recorder.note_thread()
-        self._trackers.start()
+        for feed in self._feeds:
+            feed.start()
         last = ActionThread("rankzero-finish")
         try:
             outcome = await self._outcome(refused)
@@ -119,11 +117,14 @@ class Driver:
                 # Not awaited yet: a store may hang. But before all else, since the caller's process may exit soon.
                 last.submit(functools.partial(remove_computed, self._job))
         finally:
-            self._trackers.ended.set()
+            self._has_ended.set()
             # After the final status, so callers do not wait while a SparkContext stops, which takes a second.
             await self.places.close()
-            if self._trackers.feeds:
-                await reply_of(in_thread(self._trackers.close, "rankzero-trackers"))
+            limit = bounds.TRACKERS_TIMEOUT()
+            for joined in [in_thread(functools.partial(feed.join, limit)) for feed in self._feeds]:
+                await reply_of(joined)
+            for feed in filter(TrackerFeed.is_alive, self._feeds):
+                logger.warning("%s has not taken the end of the run within %g s", feed.what, limit)
             if not self.recorder.superseded:
                 reported = last.submit(functools.partial(write_report, self._own))
                 try:
@@ -154,13 +155,11 @@ class Driver:
         budget = Restarts(self._job.max_restarts, self._job.max_preemptions)
         try:
             while True:
-                try:
-                    verdict = Verdict(error=refused) if refused else await self._attempt(number, budget.preemptions)
-                except Exception as error:
-                    verdict = Verdict(error=error)
+                verdict = Verdict(error=refused) if refused else await self._attempt(number, budget.preemptions)
                 if verdict.error is None:
                     return verdict
-                after = budget.after(cause := _restart_cause(verdict.error))
+                cause = HANG if isinstance(verdict.error, HangError) else getattr(verdict.error, "cause", None)
+                after = budget.after(cause)
                 if after is None:
                     raise verdict.error
                 (budget, pause), refused, number = after, None, number + 1
@@ -187,19 +186,14 @@ class Driver:
     async def _attempt(self, number: int, preemptions: int) -> Verdict:
         """Makes one attempt and returns how it ended."""
         self.recorder.update(state="starting", phase="opening", attempt=number, preemptions=preemptions)
-        run = Run(self._own, self.places, self.recorder, self.watch, self._env)
-        attempt = Attempt(run, self._job, number)
+        attempt = Attempt(self.places, self._job, number)
         try:
             return await attempt.live()
+        except Exception as error:
+            return Verdict(error=error)
         finally:
             # Tables are computed once.
             self._job = replace(self._job, files=attempt.job.files, queries=attempt.job.queries)
-
-
-def _restart_cause(error: BaseException) -> str | None:
-    if isinstance(error, HangError):
-        return HANG
-    return error.cause if isinstance(error, (WorkerFailedError, EngineError)) else None
 
 
 class DriverThread(threading.Thread):
@@ -258,32 +252,11 @@ def write_report(own: Submission) -> None:
     store.write_bytes(own.run.path(REPORT_FILE), text.encode("utf-8", "replace"))
 
 
-class Trackers:
-    """The trackers of one submission, while this process drives it."""
-
-    def __init__(self, own: Submission, packed: Mapping[str, Any] | None) -> None:
-        """Prepares the threads, and starts none. `rankzero.submit.pack.pack_trackers` has packed the trackers."""
-        self.ended = threading.Event()
-        self.feeds = [_Feed(own, pickled, self.ended) for pickled in (packed or {}).get("pickles", ())]
-
-    def start(self) -> None:
-        """Starts the threads that call the trackers."""
-        for feed in self.feeds:
-            feed.start()
-
-    def close(self) -> None:
-        """Waits until each tracker was called for the last time, at most `TRACKERS_TIMEOUT` seconds."""
-        deadline = time.monotonic() + bounds.TRACKERS_TIMEOUT()
-        for feed in self.feeds:
-            feed.join(max(0.0, deadline - time.monotonic()))
-            if feed.is_alive():
-                logger.warning("%s has not taken the end of the run within %g s", feed.what, bounds.TRACKERS_TIMEOUT())
-
-
-class _Feed(threading.Thread):
-    """The thread that calls one tracker."""
+class TrackerFeed(threading.Thread):
+    """The thread that calls one tracker of a submission, while this process drives it."""
 
     def __init__(self, own: Submission, pickled: str, ended: threading.Event) -> None:
+        """Prepares the thread. `rankzero.submit.pack.pack_trackers` has pickled the tracker."""
         super().__init__(name="rankzero-tracker", daemon=True)
         self._handle: RunHandle[Any] = RunHandle(own.run.directory, job=own.job, follows=False)
         self._pickled = pickled
@@ -295,18 +268,16 @@ class _Feed(threading.Thread):
 
     def run(self) -> None:
         """Polls the events until the run has ended, and then once more."""
-        pause, has_ended, has_warned = TRACKER_POLL_INTERVAL, False, False
+        has_ended = has_warned = False
         while not has_ended:
-            has_ended = self._ended.wait(max(pause, self._handle.pace))
+            has_ended = self._ended.wait(max(TRACKER_POLL_INTERVAL, self._handle.pace))
             try:
                 try:
                     self._poll()
                 finally:
                     if has_ended and self._has_begun and self._tracker:
                         self._tracker.end(self._handle, self._handle.status())
-                pause = TRACKER_POLL_INTERVAL
             except Exception as error:
-                pause = min(2 * pause, TRACKER_PAUSE_MAX())
                 if not has_warned:
                     # The error of a library may contain an address with a password, which it found in the environment.
                     mask = Mask(secrets_of(vars(self._tracker) if self._tracker else {}) + secrets_of(os.environ))

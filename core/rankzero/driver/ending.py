@@ -140,7 +140,7 @@ class Facts:
             more from them.
         over: Ranks that have finished or failed, or whose process or agent is gone: they wait for no other rank.
         failures: The failures of ranks in the order in which they arrived.
-        stored: Rank 0's value, once it is stored.
+        stored: Rank 0's value, once it is stored, which finishes the rank.
         refusal: An error of the driver itself, such as a store that refuses the value; the last one counts.
         engine_ended: True once the engine reports that all agents have ended, with ``engine_error`` if with an error.
     """
@@ -163,11 +163,6 @@ class Facts:
         self.failures.append(failure)
         self.over.add(failure.rank)
         return True
-
-    def note_stored(self, ref: ResultRef, value: list[Any]) -> None:
-        """Records that the value of rank 0 is stored, which finishes the rank."""
-        self.stored = ref, value
-        self.finished.add(0)
 
     @property
     def success(self) -> Success | None:
@@ -204,7 +199,7 @@ def judge(facts: Facts, gone: Sequence[Member], explained: RankZeroError | None,
 
     Args:
         facts: The reports.
-        gone: Agents that exited before they were asked to, or are lost, or have been silent for long.
+        gone: Agents that exited before they were asked to, or are lost.
         explained: The typed error of the engine, if all agents have ended.
         stacks: Stacks of ranks that have not failed, if only consequences are known.
     """
@@ -248,15 +243,6 @@ def settled(verdict: Verdict, facts: Facts) -> Verdict:
     return verdict if is_same else failed(facts, {})
 
 
-def host_to_blame(failures: Sequence[Failure]) -> str | None:
-    """Returns the host that may have caused the first failure; None for the user's code, or for several hosts."""
-    cause = first_cause(failures) if failures else None
-    if cause is None or cause.report.collateral or cause.restart_cause not in (KILLED, MATCHED):
-        return None
-    hosts = {failure.placed_on for failure in failures if failure.kind == cause.kind}
-    return hosts.pop() if len(hosts) == 1 else None
-
-
 # -- the text of errors ----------------------------------------------------------------------------
 
 
@@ -290,7 +276,10 @@ def failed(facts: Facts, stacks: Mapping[int, str]) -> Verdict:
         others=others,
         cause=cause.restart_cause,
     )
-    return Verdict(None, error, host_to_blame(facts.failures), cause)
+    # The user's code, and what fails on several hosts, is no host's fault.
+    hosts = {failure.placed_on for failure in facts.failures if failure.kind == cause.kind}
+    is_of_host = cause.restart_cause in (KILLED, MATCHED) and not report.collateral and len(hosts) == 1
+    return Verdict(None, error, hosts.pop() if is_of_host else None, cause)
 
 
 def group_others(failures: Sequence[Failure], cause: Failure | None = None) -> list[str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Set
 
 from rankzero import bounds
 from rankzero.channel.messages import Stack
 from rankzero.driver import policy
+from rankzero.driver.ending import Facts
 from rankzero.driver.policy import name_ranks
 
 RETURNED_NOTICE = bounds.scaled(30.0)  # Without progress, after some ranks have returned, until a line names the others
@@ -31,11 +31,11 @@ class HangWatch:
         stacks: The replies of ranks to the last request for their stacks.
     """
 
-    def __init__(self, num_processes: int) -> None:
-        """Creates a watch of so many ranks that has not received anything yet."""
-        self._ranks = frozenset(range(num_processes))
+    def __init__(self, facts: Facts) -> None:
+        """Creates a watch that has not received anything yet. The reports of the ranks are in ``facts``."""
+        self._facts, self._returned = facts, facts.returned
+        self._ranks = frozenset(range(facts.num_processes))
         self._progress: dict[int, tuple[int, float]] = {}
-        self._returned: set[int] = set()
         self._beats: dict[int, float] = {}
         self.stacks: dict[int, Stack] = {}
         self._before: dict[int, Stack] = {}
@@ -74,13 +74,12 @@ class HangWatch:
     def _remaining(self) -> list[int]:
         return sorted(self._ranks - self._returned)
 
-    def find(self, now: float, bound: float | None, over: Set[int]) -> tuple[str, list[int]] | None:
+    def find(self, now: float, bound: float | None) -> tuple[str, list[int]] | None:
         """Returns why the run hangs, and for which ranks the others wait by their `stacks`; None if it does not hang.
 
         Args:
             now: Monotonic time.
             bound: Seconds without progress after which it hangs; None for the rule about returned ranks alone.
-            over: Ranks that have sent their last report.
         """
         since, returned = self._waiting_since, name_ranks(list(self._returned))
         if since is not None and self._progress_at <= since <= now - RETURNED_HANG() + RETURNED_NOTICE():
@@ -90,7 +89,7 @@ class HangWatch:
         if bound is None:
             return None
         if not self._remaining:
-            silent = [rank for rank in sorted(self._ranks - over) if now - self._beats[rank] > bound]
+            silent = [rank for rank in sorted(self._ranks - self._facts.over) if now - self._beats[rank] > bound]
             why = f"{name_ranks(silent)} returned, and then sent no heartbeat for hang_timeout={bound} s"
             return (why, silent) if silent else None
         if now - self._progress_at <= bound:

@@ -26,7 +26,7 @@ from rankzero import bounds, store
 from rankzero.bounds import STORE_OUTAGE, STORE_RETRY_INTERVAL
 from rankzero.channel.connection import new_secret
 from rankzero.driver.driver import Driver
-from rankzero.driver.places import cancel_late
+from rankzero.driver.watch import CHECK_INTERVAL
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError, RankZeroError, RunNotFoundError, StartTimeoutError
 from rankzero.host import processes
@@ -42,7 +42,7 @@ from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.names import DRIVER_LOG
 from rankzero.run.observer import CANCEL
 from rankzero.task.stage import OVER
-from rankzero.threads import ActionThread, done_within, reply_of
+from rankzero.threads import done_within, in_thread, reply_of
 
 if TYPE_CHECKING:
     from rankzero.engines.connect.session import ConnectGroup, ConnectSession
@@ -69,20 +69,19 @@ def when_gone(process: dict[str, Any], then: Callable[[], None]) -> None:
     threading.Thread(target=watch, name="rankzero-owner", daemon=True).start()
 
 
-def _arguments(what: str | None, *options: tuple[str, dict[str, Any]]) -> argparse.Namespace:
-    """Returns the arguments of this process: the run directory, the submission to drive, and these options."""
-    parser = argparse.ArgumentParser(prog="python -m rankzero.driver.main", description=what)
+def _arguments() -> argparse.Namespace:
+    """Returns the arguments of this process: the run directory, and the submission to drive."""
+    parser = argparse.ArgumentParser(prog="python -m rankzero.driver.main", description=__doc__)
     parser.add_argument("run_directory")
     parser.add_argument("--submission", type=int, required=True, help="which submission of the run to drive")
-    for name, settings in options:
-        parser.add_argument(name, **settings)
+    parser.add_argument("--private", help="on a cluster, where secrets are: env: or conf:NAME")
     settle_signals()
     return parser.parse_args()
 
 
 def main() -> None:
     """Entry point of the detached driver."""
-    arguments = _arguments(__doc__)
+    arguments = _arguments()
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     drive(RunDirectory(arguments.run_directory), arguments.submission, json.load(sys.stdin), is_here=True)
 
@@ -107,7 +106,10 @@ def drive(
     # A store that fails for a moment must not end the run.
     job = store.patiently(lambda: run.job_of(submission), STORE_OUTAGE(), STORE_RETRY_INTERVAL(), store.is_missing)
     if job is None or private["nonce"] != job.nonce:
-        sys.exit(f"{run.directory} was removed before this driver started")
+        sys.exit(
+            f"{run.directory} on {socket.gethostname()} is not the directory of the run: it was removed, or the store "
+            "is neither a path that the submitter and the cluster's hosts share, nor the URL of an object store"
+        )
     own = Submission(run, job)
     engine = engine or _engine_of(job.engine, private["engine"])
     os.environ.update(bounds.environment(private["env"]))
@@ -122,12 +124,8 @@ def drive(
     sys.path += [entry for entry in (trackers or {}).get("path", ()) if entry not in sys.path]
     owner = job.owner if is_here else None
     driver = Driver(own, engine, private["env"], leased=owner is None, trackers=trackers)
-
-    def on_signal(number: int, _: object) -> None:
-        driver.watch.interrupt(f"the driver got {signal.Signals(number).name}")
-
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, on_signal)
+        signal.signal(number, lambda got, _: driver.watch.interrupt(f"the driver got {signal.Signals(got).name}"))
     signal.signal(CANCEL, lambda *_: driver.watch.cancel())
     if owner is not None:
         when_gone(owner, functools.partial(driver.watch.interrupt, "the process that called run() has exited"))
@@ -157,11 +155,9 @@ class Delegation:
 
     def __init__(self, own: Submission, private: Mapping[str, Any], driver: Driver) -> None:
         """Prepares the object without opening a session. ``driver`` is that of this process."""
-        self._own, self._private, self._folder = own, private, own.path("stage")
-        self._watch, self._recorder, self._places = driver.watch, driver.recorder, driver.places
+        self._own, self._private, self._driver, self._watch = own, private, driver, driver.watch
         self._group: ConnectGroup | None = None
         self._ended: BaseException | None = None
-        self._store = ActionThread("rankzero-stage")
 
     async def run(self) -> Exception | bool:
         """Starts the stage and follows it until it has ended. Raises errors of the store: then nothing may be written.
@@ -175,32 +171,32 @@ class Delegation:
             await self._start(time.monotonic() + self._own.job.start_timeout)
         except Exception as error:
             refused = error
-        must_claim = refused or not await self._asked(self._own.has_driver)
-        # The first claim counts: that of this process, or of the driver in the stage.
-        if not (must_claim and await self._asked(self._own.claim_driver)):
+
+        def claim() -> bool:
+            # The first claim counts: that of this process, or of the driver in the stage.
+            return bool(refused or not self._own.has_driver()) and self._own.claim_driver()
+
+        if not await reply_of(in_thread(claim), bounds.STORE_OUTAGE()):
             await self._follow()
             return True
         if self._group:
             await done_within(bounds.STOP_MARGIN(), self._group.cancel)
-        await self._places.close()
+        await self._driver.places.close()
         if not refused:
             why = str(self._explained()).splitlines()[0]
-            self._recorder.announce("engine", f"the run is driven from this host, not in its stage: {why}")
+            self._driver.recorder.announce("engine", f"the run is driven from this host, not in its stage: {why}")
         return refused
-
-    async def _asked(self, action: Callable[[], bool]) -> bool:
-        return await reply_of(self._store.submit(action), bounds.STORE_OUTAGE())
 
     async def _start(self, deadline: float) -> None:
         """Starts the stage, and returns when its driver has claimed the submission or the stage has ended."""
-        own, job, env, began = self._own, self._own.job, self._private["env"], time.monotonic()
-        session = cast("ConnectSession", await self._places.open(deadline))
-        num_tasks = await self._places.reserve(session, deadline)
+        own, job, places, recorder = self._own, self._own.job, self._driver.places, self._driver.recorder
+        session, began = cast("ConnectSession", await places.open(deadline)), time.monotonic()
+        num_tasks = await places.reserve(session, deadline)
         stage = {
             "directory": own.run.directory,
             "nonce": job.nonce,
             "submission": job.submission,
-            "folder": self._folder,
+            "folder": own.path("stage"),
             "secret": new_secret(),
             "num_tasks": num_tasks,
             "place": session.place,
@@ -209,50 +205,48 @@ class Delegation:
         }
 
         def start() -> ConnectGroup:
-            store.make_directory(self._folder)
-            config = {"env": env, "use_gpu": job.use_gpu, "stage": stage}
+            store.make_directory(stage["folder"])
+            config = {"env": self._private["env"], "use_gpu": job.use_gpu, "stage": stage}
             return session.host_driver(num_tasks, config, self._on_end)
 
-        self._group = await self._places.request(start, deadline, if_late=cancel_late)
-        while not self._ended:
-            if await self._watch.reply_of(self._store.submit(own.has_driver), self._watch.check):
-                return
+        def has_begun() -> bool:
+            if own.has_driver():
+                return True
+            # The heartbeats of a driver notice this, but this process writes none.
+            recorder.superseded = own.is_lost()
+            return False
+
+        self._group = await places.request(start, deadline, lambda late: late.cancel())
+        while not self._ended and not await self._watch.reply_of(in_thread(has_begun), self._watch.check):
             if (now := time.monotonic()) > deadline:
                 raise StartTimeoutError(
                     f"the stage of {num_tasks} tasks did not start within start_timeout={job.start_timeout} s: "
                     f"{session.place} may have fewer free slots; free some, or give more time",
                     missing=[f"task {task}" for task in range(num_tasks)],
                 )
-            what = f"waiting for {session.place} to begin {num_tasks} tasks, for {now - began:.0f} s"
-            self._recorder.note_waiting(what)
-            # The heartbeats of a driver notice this, but this process writes none.
-            self._recorder.superseded = await self._watch.reply_of(self._store.submit(own.is_lost), self._watch.check)
+            recorder.note_waiting(f"waiting for {session.place} to begin {num_tasks} tasks, for {now - began:.0f} s")
             await self._watch.wait(bounds.POLL_INTERVAL)
 
     async def _follow(self) -> None:
-        """Keeps the connection until the stage has ended; this process may exit before that."""
+        """Keeps the connection until the stage has ended, or soon after its driver; this process may exit before."""
         if not self._group:
             return
         logger.info("the run is driven in its stage; this process keeps the connection to %s", self._own.job.engine)
-        over_at = math.inf
 
         def is_over() -> bool:
             # Or the run was removed meanwhile.
-            return store.exists(store.join(self._folder, OVER)) or not self._own.has_driver()
+            return store.exists(store.join(self._own.path("stage"), OVER)) or not self._own.has_driver()
 
-        reply = self._store.submit(is_over)
-        while not self._ended:
+        reply, over_at = in_thread(is_over), math.inf
+        while not (self._ended or self._watch.interrupted):
             # The store may hang, while the stage continues.
             if over_at == math.inf and reply.done():
-                over_at, reply = time.monotonic() if reply.result() else math.inf, self._store.submit(is_over)
+                over_at, reply = time.monotonic() if reply.result() else math.inf, in_thread(is_over)
             if time.monotonic() - over_at > STAGE_END_TIMEOUT():
                 await done_within(bounds.STOP_MARGIN(), self._group.cancel)
                 return
-            if self._watch.interrupted:
-                logger.info("this process exits (%s), and the stage continues", self._watch.interrupted)
-                return
-            await self._watch.wait(bounds.POLL_INTERVAL)
-        logger.info("the stage has ended, with the driver of the run in it: %s", self._explained())
+            await self._watch.wait(CHECK_INTERVAL)
+        logger.info("the stage %s", self._explained() if self._ended else f"continues: {self._watch.interrupted}")
 
     def _on_end(self, error: BaseException | None) -> None:
         self._ended = error or RuntimeError("the stage ended before the run did")
@@ -317,18 +311,12 @@ def main_on_cluster() -> None:
     """
     from rankzero.engines.spark.submit import read_private
 
-    arguments = _arguments(__doc__, ("--private", {"required": True, "help": "where secrets are: env: or conf:NAME"}))
+    arguments = _arguments()
     parent = describe_process(os.getppid())
     private = read_private(arguments.private)
     run = RunDirectory(arguments.run_directory)
-    job = run.job_of(arguments.submission)
-    if job is None or job.nonce != private["nonce"]:
-        sys.exit(
-            f"{run.directory} on {socket.gethostname()} is not the directory of the run: the store must be a path that "
-            "the submitter and the cluster's hosts share, or the URL of an object store"
-        )
     log: list[logging.Handler] = [logging.StreamHandler()]
-    if not run.is_remote:
+    if not run.is_remote and (job := run.job_of(arguments.submission)):
         log.append(logging.FileHandler(Submission(run, job).path(DRIVER_LOG)))
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=log)
     # A cluster that kills an application kills the JVM, not this process.

@@ -9,19 +9,19 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
 
 from rankzero import bounds, store
-from rankzero.data.manifest import FILE, Manifest, from_bytes, to_bytes
+from rankzero.data.manifest import FILE, from_bytes, to_bytes
 from rankzero.driver import policy
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.watch import Watch
-from rankzero.engines.base import AgentGroup, Engine, EngineSession, words_of
+from rankzero.engines.base import Engine, EngineSession, words_of
 from rankzero.errors import LOST, EngineError, RankZeroError, RunCancelledError, StartTimeoutError
 from rankzero.job import Job
 from rankzero.run.directory import Submission
@@ -31,34 +31,32 @@ from rankzero.values.formats import digest_of
 logger = logging.getLogger(__name__)
 
 SESSION_CLOSE_TIMEOUT = bounds.stretched(10.0)  # For an engine session to close (a SparkContext to stop)
-SLOTS_TIMEOUT = bounds.stretched(2.0)  # To wait for slots that are asked for as start_timeout ends
+REPLY_TIMEOUT = bounds.stretched(2.0)  # For the engine's reply to a request that is made as start_timeout ends
 T = TypeVar("T")
-GroupT = TypeVar("GroupT", bound=AgentGroup)
-
-
-def cancel_late(reply: Future[GroupT]) -> None:
-    """Cancels agents that the engine has started after `Places.request` gave up: its ``if_late`` for a launch."""
-    if not reply.exception():
-        reply.result().cancel()
 
 
 class Places:
-    """Holds the engine session of a run, one at a time, and makes requests to it."""
+    """Holds the engine session of a run, one at a time, and makes requests to it.
+
+    Attributes:
+        own: The submission, whose attempts share this object.
+        env: The user's environment for the ranks.
+        recorder: Writes what happens.
+        watch: Knows what ends the run from outside.
+        session: The open session, if there is one.
+        left_nothing: False if a session did not close, so a JVM that was stopped may still exist.
+    """
 
     def __init__(
         self, engine: Engine, own: Submission, env: Mapping[str, str], recorder: Recorder, watch: Watch
     ) -> None:
-        """Prepares the object without opening a session, for ranks with the user's environment ``env``."""
+        """Prepares the object without opening a session."""
         self._engine = engine
-        self._own = own
-        self._env = env
-        self._recorder = recorder
-        self._watch = watch
+        self.own, self.env, self.recorder, self.watch = own, env, recorder, watch
         self._thread = ActionThread()
         self.session: EngineSession | None = None
         self._url: str | None = None
         self.left_nothing = True
-        """False if a session did not close, so a JVM that was stopped may still exist."""
 
     async def open(self, deadline: float) -> EngineSession:
         """Returns the run's session, which is opened now if there is none. Raises as `request`."""
@@ -66,88 +64,73 @@ class Places:
             return self.session
 
         def open_it() -> EngineSession:
-            session = self._engine.open(self._own.job)
+            session = self._engine.open(self.own.job)
             # A missing link must not fail a run.
             with contextlib.suppress(Exception):
                 self._url = session.url
             return session
 
-        def close_late(reply: Future[EngineSession]) -> None:
-            if not reply.exception():
-                in_thread(reply.result().close)
-
-        session = self.session = await self.request(open_it, deadline, if_late=close_late)
+        session = self.session = await self.request(open_it, deadline, lambda late: in_thread(late.close))
         for note in session.notes:
-            self._recorder.announce("engine", note)
+            self.recorder.announce("engine", note)
         if self._url:
-            self._recorder.update(engine_url=self._url)
+            self.recorder.update(engine_url=self._url)
         return session
 
     async def request(
-        self,
-        action: Callable[[], T],
-        deadline: float | None,
-        *,
-        if_late: Callable[[Future[T]], None] | None = None,
+        self, action: Callable[[], T], deadline: float | None, if_late: Callable[[T], object] = lambda _: None
     ) -> T:
         """Returns the engine's reply to a request, unless the run must end before.
 
         Args:
             action: The request, which a thread makes.
             deadline: Monotonic time at which the wait ends; None for a request that reports its own progress.
-            if_late: Called with the reply if it arrives after the wait has ended.
+            if_late: Called with the reply if it arrives after the wait has ended, such as to cancel what has started.
 
         Raises:
             RankZeroError: the engine failed or has not replied in time, or the run must end.
         """
-        began, job = time.monotonic(), self._own.job
+        began, job = time.monotonic(), self.own.job
+        # The engine's reply is a better reason for an error than that it has not replied yet.
+        limit = math.inf if deadline is None else max(deadline, began + REPLY_TIMEOUT())
         name = job.engine.get("master") or job.engine.get("server") or job.engine.get("kind")
-        reply = self._thread.submit(functools.partial(_with_typed_error, action))
+        reply = self._thread.submit(action)
 
         def check() -> None:
-            self._watch.check()
+            self.watch.check()
             now = time.monotonic()
-            if deadline is None or reply.done():
-                return
-            if now - began > bounds.WAITING_INTERVAL():
-                self._recorder.note_waiting(f"waiting for the engine {name} to answer, for {now - began:.0f} s")
-            if now > deadline:
+            if deadline and now - began > bounds.WAITING_INTERVAL():
+                self.recorder.note_waiting(f"waiting for the engine {name} to answer, for {now - began:.0f} s")
+            if now > limit:
                 what = f"the engine {name} did not answer within start_timeout={job.start_timeout} s"
                 raise StartTimeoutError(what, missing=["engine"])
 
         try:
-            return await self._watch.reply_of(reply, check)
-        except BaseException:
+            return await self.watch.reply_of(reply, check)
+        except BaseException as error:
+            if reply.done() and reply.exception() is error and not isinstance(error, RankZeroError):
+                raise EngineError(f"the attempt could not start: {words_of(error)}") from error
             # The request may never return, so later ones do not wait for it.
             self._abandon()
-            if if_late:
-                reply.add_done_callback(if_late)
+            reply.add_done_callback(lambda late: late.exception() or if_late(late.result()))
             raise
 
     async def read_tables(self, job: Job, session: EngineSession) -> Job:
         """Computes the tables that ranks read, and returns the job with their locations. That may take long."""
-        stopped, ended, loop = threading.Event(), threading.Event(), asyncio.get_running_loop()
+        stopped, loop = threading.Event(), asyncio.get_running_loop()
 
         def say(text: str) -> None:
-            loop.call_soon_threadsafe(lambda: self._recorder.announce("engine", text))
+            loop.call_soon_threadsafe(lambda: self.recorder.announce("engine", text))
 
         def check() -> None:
             if stopped.is_set():
                 raise RunCancelledError("the run was cancelled while its datasets were computed")
 
-        def compute() -> Job:
-            try:
-                return compute_tables(self._own, job, session, say, check)
-            finally:
-                ended.set()
-
         try:
-            return await self.request(compute, None)
-        except BaseException:
+            return await self.request(lambda: compute_tables(self.own, job, session, say, check), None)
+        finally:
             # Stops the engine's work, too.
             stopped.set()
-            await done_within(SESSION_CLOSE_TIMEOUT() + 1.0, functools.partial(ended.wait, SESSION_CLOSE_TIMEOUT()))
-            raise
 
     async def reserve(self, session: EngineSession, deadline: float) -> int:
         """Waits until enough slots exist and no more of them appear, and reserves them; returns their number.
@@ -156,12 +139,10 @@ class Places:
             StartTimeoutError: too few exist at the deadline.
             RankZeroError: the engine failed, or the run must end.
         """
-        job, began, before = self._own.job, time.monotonic(), -1
+        job, began, before = self.own.job, time.monotonic(), -1
         changed, least = began, job.least_tasks
         while True:
-            # The engine's reply is a better reason for an error than that it has not replied yet.
-            limit = max(deadline, time.monotonic() + SLOTS_TIMEOUT())
-            slots, provable = await self.request(functools.partial(_count_slots, session), limit)
+            slots, provable = await self.request(functools.partial(_count_slots, session), deadline)
             now = time.monotonic()
             # Slots that exist count more than the most that settings allow.
             most = max(least, min(job.num_tasks, provable or job.num_tasks))
@@ -169,26 +150,23 @@ class Places:
                 before, changed = slots, now
             waited = job.start_timeout - (deadline - now)
             num_tasks = policy.place(slots, least, most, now - changed, waited, job.start_timeout)
-            if num_tasks and await self.request(functools.partial(session.reserve, num_tasks), limit):
+            if num_tasks and await self.request(functools.partial(session.reserve, num_tasks), deadline):
                 return num_tasks
             what = policy.waiting_message(session.place, slots, least, most, now - began, job.start_timeout)
             if now > deadline and slots < least:
                 missing = [f"task {task}" for task in range(slots, least)]
                 raise StartTimeoutError(f"{what}: add what is missing, or lower num_processes", missing=missing)
-            self._recorder.note_waiting(what)
-            await self._watch.wait(bounds.POLL_INTERVAL)
+            self.recorder.note_waiting(what)
+            await self.watch.wait(bounds.POLL_INTERVAL)
 
     async def drop_broken(self) -> None:
         """Closes a session that the next attempt cannot use, or that does not reply, as a JVM that was stopped."""
-        if session := self.session:
-            reply = self._thread.submit(session.is_usable)
-            try:
-                is_usable = await reply_of(reply, SESSION_CLOSE_TIMEOUT())
-            except Exception:
-                self._abandon()
-                is_usable = False
-            if not is_usable:
-                await self.close()
+        if self.session:
+            with contextlib.suppress(Exception):
+                if await reply_of(self._thread.submit(self.session.is_usable), SESSION_CLOSE_TIMEOUT()):
+                    return
+            self._abandon()
+            await self.close()
 
     async def close(self) -> None:
         """Closes the session, if there is one."""
@@ -202,38 +180,28 @@ class Places:
         self._thread = ActionThread()
 
 
-def _with_typed_error(action: Callable[[], T]) -> T:
-    try:
-        return action()
-    except RankZeroError:
-        raise
-    except BaseException as error:
-        raise EngineError(f"the engine could not be opened: {words_of(error)}") from error
-
-
 def _count_slots(session: EngineSession) -> tuple[int, int | None]:
     """Returns the slots of a session, and the most that it can have.
 
     Raises:
         EngineError: the session has ended; the run can continue with another one.
     """
-    cause: Exception | None = None
     try:
         found = session.slots(), session.most_slots
         if found[0] or session.is_usable():
             return found
-    except Exception as error:
+    except Exception:
         if session.is_usable():
             raise
-        cause = error
     what = f"the SparkContext or its JVM ended while the run waited for the slots of {session.place}"
-    raise EngineError(what, cause=LOST) from cause
+    raise EngineError(what, cause=LOST)
 
 
 def remove_computed(job: Job) -> None:
     """Removes the rows that were computed for a training that has succeeded, since no attempt reads them again."""
     try:
-        for manifest in (_read(job.files[FILE]["location"]) if FILE in job.files else {}).values():
+        manifests = from_bytes(store.read_bytes(job.files[FILE]["location"])) if FILE in job.files else {}
+        for manifest in manifests.values():
             if manifest.folder:
                 store.remove(manifest.folder)
     except Exception as error:
@@ -254,30 +222,18 @@ def compute_tables(
         EngineError: the engine failed.
         RunCancelledError: by ``check``, which the engine calls often.
     """
-    made: dict[str, Manifest] = {}
-    try:
-        known = from_bytes(store.read_bytes(job.files[FILE]["location"])) if FILE in job.files else {}
-        # Drivers of earlier submissions have computed them, or an earlier driver of this one.
-        for place in [*own.earlier(), own.directory]:
-            computed = _read(store.join(place, FILE))
+    known = from_bytes(store.read_bytes(job.files[FILE]["location"])) if FILE in job.files else {}
+    # Drivers of earlier submissions have computed them, or an earlier driver of this one.
+    for place in [*own.earlier(), own.directory]:
+        with contextlib.suppress(FileNotFoundError):
+            computed = from_bytes(store.read_bytes(store.join(place, FILE)))
             names = [name for name in computed if name in job.queries]
             known |= {name: computed[name] for name in names if store.exists(computed[name].files[0].location)}
-        for name, query in job.queries.items():
-            if name not in known:
-                known[name] = made[name] = session.read_table(query, own.new_dataset(name), name, say, check)
-                known[name].check_rows(name, job.num_processes)
-        data, location = to_bytes(known), own.path(FILE)
-        store.write_bytes(location, data, durable=True)
-    except BaseException:
-        for manifest in made.values():
-            store.remove(str(manifest.folder))
-        raise
+    for name, query in job.queries.items():
+        if name not in known:
+            known[name] = session.read_table(query, own.new_dataset(name), name, say, check)
+            known[name].check_rows(name, job.num_processes)
+    data, location = to_bytes(known), own.path(FILE)
+    store.write_bytes(location, data, durable=True)
     described = {"location": location, "size": len(data), "absolute": False, "digest": digest_of([data])}
     return replace(job, files={**job.files, FILE: described}, queries={})
-
-
-def _read(location: str) -> dict[str, Manifest]:
-    try:
-        return from_bytes(store.read_bytes(location))
-    except FileNotFoundError:
-        return {}

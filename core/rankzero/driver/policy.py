@@ -1,21 +1,14 @@
-"""Pure decisions about a run, from facts to verdict, without a clock, a socket or a process.
-
-The time limits that the driver applies are defined here, too.
-"""
+"""Pure decisions about a run, from facts to verdict, without a clock, a socket or a process."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rankzero import bounds
 from rankzero.errors import PREEMPTED
-from rankzero.job import Job
 
 RESTART_PAUSE_MAX = bounds.scaled(60.0)  # Longest pause in seconds before a restart
-AGENT_CONNECT_TIMEOUT_MIN = bounds.stretched(1.0)  # That an agent has at least to find its driver
-PRELOAD_TIMEOUT = bounds.scaled(20.0)  # For a new zygote to import torch, until the agent is started without it
 GROWTH_TIMEOUT = bounds.scaled(30.0)  # Most seconds without a new slot until an elastic attempt starts
 FAILURES_OF_A_BAD_HOST = 2  # Failures of one host after which the run's lines name it
 
@@ -109,23 +102,3 @@ def order_tasks(hosts: Sequence[str]) -> list[int]:
     """Returns the tasks in rank order: host by host, hosts in the order of their first task. Their index has a host."""
     first_seen = {host: index for index, host in reversed(list(enumerate(hosts)))}
     return sorted(range(len(hosts)), key=lambda task: (first_seen[hosts[task]], task))
-
-
-def agent_config(job: Job, number: int, env: dict[str, str], seconds: float) -> dict[str, Any]:
-    """Returns the configuration that the agents of an attempt share, except the address of their driver.
-
-    Its ``seconds`` are those within which every rank must have started. An agent gets less than all of them to connect,
-    so that its own error comes first: it lists the addresses that it tried.
-    """
-    return {
-        "attempt": number,
-        "use_gpu": job.use_gpu,
-        "ports": job.ports,
-        "grace": job.stop_grace,
-        "connect_timeout": max(AGENT_CONNECT_TIMEOUT_MIN(), seconds * 0.9),
-        "exit_timeout": job.exit_timeout,
-        "restart_count": number - job.first_attempt,
-        "max_restarts": job.max_restarts,
-        "preload_timeout": PRELOAD_TIMEOUT() if job.warm_start else None,
-        "env": env,
-    }

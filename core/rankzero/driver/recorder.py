@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import logging
@@ -30,7 +29,6 @@ from rankzero.threads import ActionThread
 OUTCOME_RETRY_INTERVAL = bounds.scaled(0.25)  # Between two writes of a status whose outcome is certain
 HEARTBEAT_DELAY = 1.0  # Seconds for a write of lines to an object store to carry the heartbeat
 MOST_QUEUED = 32 << 20  # Characters of lines that wait for a disk; later ones are lost
-ROOM_TIMEOUT = bounds.scaled(1.0)  # That an agent's connection is not read while they wait
 logger = logging.getLogger(__name__)
 
 
@@ -72,13 +70,12 @@ class Recorder:
         self._unwritten: list[Future[None]] = []
         self._writing = threading.Thread(target=self._work, name="rankzero-heartbeat", daemon=True)
         self._checked_at = time.time()
-        self._streams = {name: PieceWriter(own.path(name)) for name in (EVENTS, LINES)} if own.is_remote else {}
+        self._streams = {name: PieceWriter(own.path(name)) for name in (EVENTS, LINES) if own.is_remote}
         self._files = {name: Appender(own.path(name)) for name in (EVENTS, LINES) if not own.is_remote}
         self._appending = ActionThread("rankzero-lines")
         # Each is changed by one thread alone.
         self._queued = self._appended = self._lost = 0
-        self._stuck_at = -1
-        self._started = self._held_at = self._phase_at = time.monotonic()
+        self._started = self._phase_at = time.monotonic()
         self._finished = threading.Event()
         self._flusher = threading.Thread(target=self._flush, name="rankzero-flush", daemon=True)
 
@@ -87,15 +84,16 @@ class Recorder:
         with self._changed:
             self.status = replace(self.status, **changes)
 
-    def change(self, **changes: Any) -> Future[None]:
-        """Changes the status and writes it immediately. No write follows a final status.
+    def update(self, **changes: Any) -> Future[None]:
+        """Changes the status and writes it immediately; a change of state is an event, too.
 
         Returns:
-            A future that completes once the change is written.
+            A future that completes once the change is written. No write follows a final status.
         """
         written: Future[None] = Future()
         with self._changed:
-            self.status = replace(self.status, **changes)
+            before = self.status
+            status = self.status = replace(before, **changes)
             self._has_changed = True
             self._unwritten.append(written)
             self._changed.notify_all()
@@ -103,6 +101,9 @@ class Recorder:
             self._writing.start()
             if self._own.is_remote and not self._flusher.ident:
                 self._flusher.start()
+        # `finish` notes the final state before it closes the files.
+        if (status.state, status.attempt) != (before.state, before.attempt) and not status.final:
+            self._note_state(status.state)
         return written
 
     def _work(self) -> None:
@@ -150,13 +151,6 @@ class Recorder:
             self._own.write_status(status)
         return status
 
-    def update(self, **changes: Any) -> None:
-        """Changes the status and writes it; a change of state is an event too."""
-        before = self.status
-        self.change(**changes)
-        if self.status.state != before.state or self.status.attempt != before.attempt:
-            self._note_state(self.status.state)
-
     def _note_state(self, state: str) -> None:
         of_run = {"submission": self.status.submission, "attempt": self.status.attempt, "run_id": self._own.job.run_id}
         self.event({"type": "state", "state": state, **of_run})
@@ -171,14 +165,6 @@ class Recorder:
         # A success stands, whatever the driver is asked for behind it. Before `note_thread`, another process may drive.
         if self._drives and not (self.status.cancelling or self.status.certain):
             self.update(cancelling=True)
-
-    def note_places(self, ranks: int, *, held: bool) -> None:
-        """Notes when ranks of an attempt get and leave their slots, which they pay for: the cost of a training."""
-        # Monotonic, since the wall clock may be set meanwhile.
-        before = time.monotonic() - self._held_at if self.status.held_since is not None else 0.0
-        self._held_at = time.monotonic()
-        held_seconds = self.status.held_seconds + ranks * before
-        self.note(held_seconds=held_seconds, held_since=time.time() if held else None)
 
     def note_phase(self, phase: str) -> None:
         """Records the state of the attempt, which the next write of the status has."""
@@ -198,10 +184,7 @@ class Recorder:
         self.log(0, [f"rankzero: {what}"])
 
     def _flush(self) -> None:
-        """Writes pieces to an object store in a thread of its own, so neither the heartbeat nor the driver waits.
-
-        No other thread writes them: of two concurrent writes of one piece, the older one might arrive last.
-        """
+        """Writes pieces to an object store, as the only thread: of two writes of one piece, the older might win."""
         has_failed = False
         while not (self._finished.wait(self.status.interval) or self.superseded):
             try:
@@ -213,7 +196,7 @@ class Recorder:
                     logger.warning("lines wait for the store: %s", error)
                 has_failed = True
             # This also writes a heartbeat and the position up to which followers may read.
-            self.change(**self._progress())
+            self.update(**self._progress())
         try:
             pause = bounds.WRITE_RETRY_INTERVAL()
             for stream in self._streams.values():
@@ -226,15 +209,6 @@ class Recorder:
             return {}
         written = {name: stream.written for name, stream in self._streams.items()}
         return {"written": written, "interval": pace(time.monotonic() - self._started)}
-
-    async def room(self) -> None:
-        """Waits while many lines wait for a disk. Briefly, and once for one that takes nothing: agents report more."""
-        before, deadline = self._appended, time.monotonic() + ROOM_TIMEOUT()
-        while self._queued - self._appended > MOST_QUEUED / 2 and self._appended != self._stuck_at:
-            if time.monotonic() >= deadline:
-                self._stuck_at = before
-                break
-            await asyncio.sleep(bounds.POLL_INTERVAL_SHORT)
 
     def _append(self, name: str, texts: list[str]) -> None:
         """Appends lines in a thread, since a disk may hang, or be full: lines that find no room are lost."""
@@ -307,7 +281,7 @@ class Recorder:
             if self._flusher.is_alive():
                 logger.warning("lines are lost: the store has not taken them for %g s", STORE_OUTAGE())
         ended = max(time.time(), self.status.started or 0.0)
-        written = self.change(**changes, **self._progress(), ended=ended)
+        written = self.update(**changes, **self._progress(), ended=ended)
         if not wait([written], STORE_OUTAGE()).done:
             problem = self._problem
             what = f"the run ended as {changes['state']}, but its status could not be written"

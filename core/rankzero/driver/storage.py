@@ -47,7 +47,7 @@ class Storage:
     """Stores what ranks deliver, in a thread of its own, so a slow store delays neither training nor failures.
 
     A rank that does not see the run directory sends its file over the channel, to a local directory, before the message
-    about it. ``received`` has the size of each file that arrived, or why it did not, by its path (`channel.server`).
+    about it.
     """
 
     def __init__(
@@ -66,7 +66,6 @@ class Storage:
         self._wake = wake
         self.facts = facts
         self.directory = directory
-        self.received: dict[str, int | str] = {}
         self._thread = ActionThread("rankzero-checkpoints")
         self._last: Future[Any] | None = None
         self._closed = False
@@ -122,11 +121,11 @@ class Storage:
 
     # -- the beginning and the end of an attempt -----------------------------------------------
 
-    def begin(self, is_called_off: Callable[[], bool] = lambda: False) -> tuple[Manifest | None, str]:
+    def begin(self) -> tuple[Manifest | None, str]:
         """Removes what earlier attempts left; returns the checkpoint to start from, and the text of the driver's claim.
 
-        The checkpoint is the newest one that has all its files. In the thread. A run that is called off need not wait
-        for a store that is out. Raises ResultError if the ranks would lack rows that precede the checkpoint.
+        The checkpoint is the newest one that has all its files. In the thread. Raises ResultError if the ranks would
+        lack rows that precede it.
         """
 
         def read() -> tuple[Manifest | None, str]:
@@ -146,20 +145,11 @@ class Storage:
                 )
             return self._resumed, self._own.token()
 
-        def gives_up(error: Exception) -> bool:
-            return isinstance(error, (NotOwnerError, ResultError)) or is_called_off()
-
-        found = store.patiently(read, STORE_OUTAGE(), bounds.STORE_RETRY_INTERVAL(), gives_up)
-        # The previous attempt may have died before it pruned.
-        self._do(self._prune)
-        return found
+        is_vain = lambda error: self._closed or isinstance(error, (NotOwnerError, ResultError))  # noqa: E731
+        return store.patiently(read, STORE_OUTAGE(), bounds.STORE_RETRY_INTERVAL(), is_vain)
 
     def _sweep(self, places: list[str], value: str = "") -> list[Manifest]:
-        """Removes what ranks had begun to write when they died, and all values but that at ``value``.
-
-        Returns:
-            The committed checkpoints that were not known in these folders of submissions, oldest first.
-        """
+        """Removes what dead ranks had begun to write, and all values but ``value``. Returns checkpoints not known."""
         committed, known = [], {(one.place, one.id) for one in self._kept}
         for place in places:
             names = [name for name in checkpoints.list_folders(place) if (place, name) not in known]
@@ -194,23 +184,16 @@ class Storage:
                 "rank 0 has reported a whole checkpoint, and other ranks sharded ones, which would be lost: report "
                 "checkpoints with sharded=True on every rank or on none"
             )
-        part, index = message.facts(), message.index
+        index = message.index
         parts = self._incoming.setdefault(index, {})
-        parts[rank] = part
-        if name := message.upload:
-            part["uploaded"], found = self._take(name)
-            if found != message.size:
-                what = found if isinstance(found, str) else "it did not arrive"
-                logger.error("checkpoint %s: the part of rank %s is lost: %s", message.id, rank, what)
-                self.lose(index)
-                return
+        parts[rank] = dict(vars(message))
         if index <= self._newest:
             # A report of another thread, or of a signal handler, overtook this one.
             self._drop(index)
             return
         if not message.sharded:
             # Parts of other ranks do not belong to it.
-            parts = {rank: part}
+            parts = {rank: parts[rank]}
         elif len(parts) < self.facts.num_processes:
             return
         # Ranks train in step, so the newest checkpoint is enough.
@@ -229,8 +212,8 @@ class Storage:
     def _drop(self, index: int) -> None:
         for part in self._incoming.pop(index, {}).values():
             # Not the folder, in which another rank may be writing.
-            for place in filter(None, (part.get("uploaded"), self._own.path(FOLDER, part["id"], part["file"]))):
-                self._do(functools.partial(store.remove, place))
+            own = self._own.path(FOLDER, part["id"], part["file"])
+            self._do(functools.partial(store.remove, self._uploaded(part["upload"]) if part["upload"] else own))
 
     def settled(self) -> Iterator[Manifest | int]:
         """Yields each checkpoint that was committed since the last call, and the number of each that is lost, in order.
@@ -245,7 +228,8 @@ class Storage:
         if stored.done():
             self._value = None
             try:
-                self.facts.note_stored(stored.result(), value)
+                self.facts.stored = stored.result(), value
+                self.facts.finished.add(0)
             except ResultError as error:
                 self.facts.refusal = error
         elif time.monotonic() > deadline and not self.facts.refusal:
@@ -279,9 +263,9 @@ class Storage:
         folder = self._own.path(FOLDER, parts[min(parts)]["id"])
         self._check_owner()
         for part in parts.values():
-            uploaded = part.get("uploaded")
+            uploaded = self._uploaded(part["upload"])
             # The file is gone if an earlier try of this commit has moved it.
-            if uploaded and os.path.exists(uploaded):
+            if part["upload"] and os.path.exists(uploaded):
                 store.make_directory(folder)
                 store.upload(uploaded, store.join(folder, part["file"]), durable=True)
                 store.remove(uploaded)
@@ -306,10 +290,9 @@ class Storage:
 
     # -- rank 0's value ------------------------------------------------------------------------
 
-    def _take(self, name: str) -> tuple[str, int | str | None]:
-        """Returns the path of a file that an agent has sent, and its size, or why it is not there; None if unknown."""
-        path = os.path.join(self.directory, f"{UPLOAD}{name}")
-        return path, self.received.pop(path, None)
+    def _uploaded(self, name: str) -> str:
+        """Returns the path of a file that an agent has sent."""
+        return os.path.join(self.directory, f"{UPLOAD}{name}")
 
     def finish(self, rank: int, message: Finished, metrics: dict[str, Any]) -> None:
         """Records that a rank has finished. Rank 0 has finished when its value is stored, which `settled` notes.
@@ -323,19 +306,16 @@ class Storage:
         if self._kinds == {False}:
             # Other ranks may have reported more whole checkpoints.
             self.lose(NEVER)
-        path, is_uploaded = self._take("rank-0-value")
-        if isinstance(is_uploaded, str):
-            self.facts.refusal = _not_stored(is_uploaded)
-            return
         uri = self._own.path("result", f"value-{self._attempt}.{result['format']}")
-        source = result["path"] if is_uploaded is None else path
+        upload = result.get("upload")
+        source = self._uploaded(upload) if upload else result["path"]
         summary = {**result["summary"], "metrics": dict(metrics)}
 
         def place() -> None:
             self._check_owner()
             if source != uri:
                 # No process has synced a file that was sent.
-                store.upload(source, uri, durable=is_uploaded is not None)
+                store.upload(source, uri, durable=upload is not None)
             elif (found := store.size(uri)) != result["size"]:
                 raise OSError(f"{uri} has {found} bytes, not {result['size']}")
 
@@ -373,6 +353,5 @@ def files_of(checkpoint: Manifest | None) -> dict[str, str]:
     """Returns the files of the checkpoint to start from, by the names under which agents request them."""
     if checkpoint is None:
         return {}
-    files = {rank: part["file"] for rank, part in checkpoint.parts.items()}
-    files["manifest"] = MANIFEST
+    files = {"manifest": MANIFEST} | {rank: part["file"] for rank, part in checkpoint.parts.items()}
     return {f"checkpoint-{name}": store.join(checkpoint.folder, file) for name, file in files.items()}

@@ -81,10 +81,6 @@ class Watch:
             if self._loop:
                 self._loop.call_soon_threadsafe(self._changed.set)
 
-    def change(self) -> None:
-        """Wakes the coroutine of the run from its own loop."""
-        self._changed.set()
-
     async def wait(self, seconds: float) -> None:
         """Waits until something has changed, at most ``seconds``."""
         with contextlib.suppress(TimeoutError):

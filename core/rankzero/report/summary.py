@@ -253,18 +253,18 @@ class Curve:
 def usage(job: Job, status: RunStatus, now: float) -> str:
     """Returns what the last submission has used until a Unix time, such as ``3.2 GPU-hours, about 7.97 EUR``.
 
-    A rank counts from the launch of its attempt until the end of the attempt, since no other job can use its slot; one
-    without ``cpus_per_process`` counts as one core. Returns an empty text before the run had a slot.
+    Each rank counts from the first start until the end, restarts included; one without ``cpus_per_process`` counts as
+    one core. Returns an empty text before the ranks had started.
     """
-    seconds = status.held_seconds
-    if status.held_since is not None:
-        # A driver that has died is known to have lived until its last heartbeat.
-        until = (status.ended or status.heartbeat) if status.final else now
-        seconds += (status.world_size or job.num_processes) * max(0.0, until - status.held_since)
+    if status.started is None:
+        return ""
+    # A driver that has died is known to have lived until its last heartbeat.
+    until = (status.ended or status.heartbeat) if status.final else now
+    seconds = (status.world_size or job.num_processes) * max(0.0, until - status.started)
     hours = seconds / 3600 * (1 if job.use_gpu else job.cpus_per_process or 1)
     price = job.prices.get("gpu" if job.use_gpu else "core")
     cost = f", about {hours * price:.3g} {job.prices.get('currency', '')}".rstrip() if is_number(price) else ""
-    return f"{hours:.3g} {'GPU' if job.use_gpu else 'core'}-hours{cost}" if seconds else ""
+    return f"{hours:.3g} {'GPU' if job.use_gpu else 'core'}-hours{cost}"
 
 
 def prices_from_environment() -> dict[str, Any]:

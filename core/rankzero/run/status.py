@@ -46,8 +46,6 @@ class RunStatus:
     checkpoint: str | None = None  # Id of the newest committed checkpoint
     engine_url: str | None = None  # Address of the engine's user interface, such as the Spark UI, during the run
     world_size: int | None = None  # Number of ranks of the current attempt of an elastic run; None if that is the job's
-    held_seconds: float = 0.0  # Seconds for which ranks of ended attempts occupied their slots, summed over the ranks
-    held_since: float | None = None  # When the current attempt occupied its slots; None between attempts
     ended_by: str = ""  # Identifies the process that has created the end of the submission
 
     @property

@@ -127,7 +127,7 @@ def _writer(home: str) -> CheckpointWriter:
 
     def send(message: messages.Message) -> None:
         if isinstance(message, messages.Part):
-            manifest = Manifest.of_parts(home, 0, 1, {0: message.facts()})
+            manifest = Manifest.of_parts(home, 0, 1, {0: vars(message)})
             writer.committed(manifest.for_ranks([0]))
         elif isinstance(message, messages.Lost):
             writer.on_message(message)

@@ -27,7 +27,7 @@ Part = Mapping[str, Any]
 
 
 class NotTakenError(Exception):
-    """The store refused a part for `PART_UPLOAD_TIMEOUT` seconds; it may accept the next one."""
+    """The store or the driver has not taken a part; it may take the next one."""
 
 
 class Parts:
@@ -39,14 +39,14 @@ class Parts:
     """
 
     def __init__(
-        self, start: Start, fetch: Callable[[str], str], put: Callable[[str, str], object] = lambda name, path: None
+        self, start: Start, fetch: Callable[[str], str], put: Callable[[str, str], str | None] = lambda name, path: None
     ) -> None:
         """Prepares the access without connecting to a store.
 
         Args:
             start: The work of this rank.
             fetch: Makes the agent fetch a file of the driver.
-            put: Makes the agent send a file to the driver, under a name.
+            put: Makes the agent send a file to the driver, under a name, and returns an error if it has not arrived.
         """
         self.shared = start.shared
         self.run_directory = start.run_directory
@@ -98,16 +98,16 @@ class Parts:
         formats.write_directory(directory, file)
         return file  # type: ignore[no-any-return]
 
-    def write(self, checkpoint: str, file: str, source: IO[bytes]) -> dict[str, Any]:
+    def write(self, checkpoint: str, file: str, source: IO[bytes]) -> str:
         """Copies an open file to a part, which exists completely or not at all.
 
-        Returns its ``path``; ``shared``: True if that is in the run directory; else ``upload``, its name at the driver.
+        Returns the name under which the driver has it; an empty text if it is in the run directory or its store.
         Raises NotTakenError, or OSError if the disk cannot hold the part.
         """
         if client := self.client():
             url = store.join(self.run_directory, FOLDER, checkpoint, file)
             if self._upload(client, url, source, PART_UPLOAD_TIMEOUT()):
-                return {"path": url, "shared": True}
+                return ""
         self.check_directory()
         folder = self.folder(checkpoint)
         os.makedirs(folder, exist_ok=True)
@@ -118,9 +118,10 @@ class Parts:
             os.fsync(local.fileno())
             self.check_directory()
         if self.shared:
-            return {"path": path, "shared": True}
-        self.put(f"{checkpoint}-{file}", path)
-        return {"path": path, "shared": False, "upload": f"{checkpoint}-{file}"}
+            return ""
+        if error := self.put(name := f"{checkpoint}-{file}", path):
+            raise NotTakenError(f"it was not sent to the driver: {error}")
+        return name
 
     def upload_value(self, path: str, name: str) -> str | None:
         """Copies rank 0's value to the store and returns its URL; None if this rank cannot, and the driver must."""

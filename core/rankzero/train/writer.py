@@ -198,8 +198,8 @@ class CheckpointWriter:
         try:
             facts["sha256"] = formats.digest_of_file(source.fileno())
             facts["size"] = os.fstat(source.fileno()).st_size
-            facts |= self._parts.write(facts["id"], facts["file"], source)
-            if not facts["shared"]:
+            facts["upload"] = self._parts.write(facts["id"], facts["file"], source)
+            if facts["upload"]:
                 self._staged = facts["index"]
             self._send(messages.Part(**facts))
             # This part is not lost if the process is killed once the next report has returned.

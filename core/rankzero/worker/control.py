@@ -169,10 +169,7 @@ class Control:
         threading.Thread(target=take, name="rankzero-control", daemon=True).start()
 
     def fetch(self, name: str) -> str:
-        """Makes the agent fetch a file that the driver offers. Requires `listen`.
-
-        Returns:
-            The file's path on this host.
+        """Makes the agent fetch a file that the driver offers, and returns its path on this host. Requires `listen`.
 
         Raises:
             ResultError: the driver cannot read the file, or this host cannot write it.
@@ -182,10 +179,9 @@ class Control:
             raise ResultError(f"{name} cannot be had from the driver: {message.error}")
         return message.path
 
-    def put(self, name: str, path: str) -> None:
-        """Makes the agent send a file to the driver, which decides what follows if it has not arrived."""
-        if error := self._transfer(messages.Transfer(name, path)).error:
-            print(f"rankzero: {path} was not sent to the driver: {error}")
+    def put(self, name: str, path: str) -> str | None:
+        """Makes the agent send a file to the driver. Returns the error if it has not arrived, else None."""
+        return self._transfer(messages.Transfer(name, path)).error
 
     def _transfer(self, request: messages.Transfer) -> messages.Transferred:
         name = request.name

@@ -107,7 +107,7 @@ def _work(
         writer.committed(start.checkpoint)
     os.environ.update(start.env)
     if start.context["rank"] == 0:
-        control.send(messages.Rendezvous(rendezvous.bind(start)))
+        control.send(messages.Reached("bound", {"port": rendezvous.bind(start)}))
     has_made_group = rendezvous.guard_groups()
     rendezvous.meet(control.expect(messages.Go), start.context["rank"])
 
@@ -259,7 +259,9 @@ def _commit(value: object, start: messages.Start, files: Parts) -> messages.Fini
             os.unlink(path)
             result["path"] = url
     if not start.shared and result["path"] == path:
-        files.put("rank-0-value", path)
+        result["upload"] = "rank-0-value"
+        if unsent := files.put("rank-0-value", path):
+            raise ResultError(f"rank 0 returned, but its value could not be sent to the driver: {unsent}")
     return messages.Finished(time.time(), result)
 
 

@@ -16,7 +16,7 @@ from tests.conftest import until
 from tests.runs import submitted
 
 from rankzero import InvalidJobError, Launcher, LocalEngine, RunHandle, WorkerFailedError
-from rankzero.driver.driver import Trackers
+from rankzero.driver.driver import TrackerFeed
 from rankzero.driver.recorder import Recorder
 from rankzero.masking import Mask
 from rankzero.run.status import RunStatus
@@ -162,16 +162,18 @@ def test_a_tracker_that_is_late_gets_the_events_of_its_own_submission(
 ) -> None:
     root = tmp_path if place == "disk" else request.getfixturevalue("bucket")
     first, notes = submitted(f"{root}/one"), tmp_path / "notes"
-    trackers, recorder = Trackers(first, pack_trackers([Notes(notes)], LocalEngine())), Recorder(first, Mask())
+    ended, recorder = threading.Event(), Recorder(first, Mask())
+    (pickled,) = pack_trackers([Notes(notes)], LocalEngine())["pickles"]
+    feed = TrackerFeed(first, pickled, ended)
     recorder.update(state="starting")
     recorder.event({"type": "failure", "what": "no luck"})
     recorder.finish(state="failed")
     second = submitted(f"{root}/one", submission=1, first_attempt=1, earlier=[first.name])
     later = Recorder(second, Mask())
     later.update(state="starting")
-    trackers.start()
-    trackers.ended.set()
-    trackers.close()
+    feed.start()
+    ended.set()
+    feed.join()
     assert kinds(noted(notes)) == ["starting", "failure", "failed"]
     assert noted(notes)[-1]["end"] == "failed"
     later.finish(state="failed")

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from tests.conftest import ROOT, is_alive
+from tests.conftest import ROOT, processes_with
 from tests.protocol.channel.conftest import Received, until
 
 import rankzero
@@ -89,7 +89,7 @@ def test_of_a_holder_that_stands_still_and_dies_nothing_is_left(
 
     async def main() -> None:
         received, secret = Received(), new_secret()
-        server = Server(secret, received, {}, {}, str(tmp_path))
+        server = Server(secret, received.on_message, received.on_end, {}, {}, str(tmp_path))
         port = await server.start(listen("127.0.0.1", None))
         settings = {**config, "driver": [["127.0.0.1"], port], "secret": secret}
         with made.open("w") as output:
@@ -97,12 +97,11 @@ def test_of_a_holder_that_stands_still_and_dies_nothing_is_left(
             holder = subprocess.Popen(command, cwd=ROOT, stdout=output)
         try:
             await until(lambda: received.messages)
-            agent = received.messages[0][2].facts()["pid"]
             path = made.read_text().strip()
             assert os.path.isdir(path)
             holder.send_signal(signal.SIGSTOP)
             await server.close()
-            await until(lambda: not is_alive(agent))
+            await until(lambda: not set(processes_with(marker)) - {holder.pid})
         finally:
             holder.kill()
             holder.wait(BOUND)

@@ -45,16 +45,12 @@ class Received:
 
     messages: list[tuple[int, int | None, Message]] = field(default_factory=list)
     ended: dict[int, str | None] = field(default_factory=dict)
-    has_room: asyncio.Event = field(default_factory=asyncio.Event)
 
     def on_message(self, task: int, local_rank: int | None, message: Message) -> None:
         self.messages.append((task, local_rank, message))
 
     def on_end(self, task: int, why: str | None) -> None:
         self.ended[task] = why
-
-    async def room(self) -> None:
-        await self.has_room.wait()
 
 
 async def until(condition: Any) -> None:
@@ -83,7 +79,6 @@ class Serving:
 
     def __init__(self, directory: Path, identity: Any) -> None:
         self.received = Received()
-        self.received.has_room.set()
         self.secret = new_secret()
         self.directory = directory
         self.offered = directory / "offered"
@@ -91,7 +86,9 @@ class Serving:
         self.identity = identity
         served = {"payload": str(self.offered), "missing": str(directory / "missing"), "long": "/long" * 2000}
         tls = identity[1] if identity else None
-        self.server = Server(self.secret, self.received, served, {"payload": "x"}, str(directory), tls)
+        on_message = lambda *message: self.received.on_message(*message)  # noqa: E731 - a test may replace it
+        digests = {"payload": "x"}
+        self.server = Server(self.secret, on_message, self.received.on_end, served, digests, str(directory), tls)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, host: str = "127.0.0.1") -> None:

@@ -113,24 +113,6 @@ def test_an_agent_on_whose_message_the_driver_fails_is_lost_with_the_reason(tmp_
     asyncio.run(main())
 
 
-def test_a_driver_that_takes_lines_slowly_loses_no_agent(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with serving(tmp_path) as served:
-            agent = await served.agent()
-
-            async def room() -> None:
-                await asyncio.sleep(SILENCE / 4)
-
-            served.received.room = room
-            for _ in range(20):
-                agent.connection.send(Log(["x"]), 0)
-            agent.connection.send(Beat(1), 0)
-            await until(lambda: (0, 0, Beat(1)) in served.received.messages or served.received.ended)
-            assert served.received.ended == {}
-
-    asyncio.run(main())
-
-
 def test_what_agents_sent_before_they_ended_is_read_first(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path) as served:

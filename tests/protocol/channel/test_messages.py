@@ -54,7 +54,6 @@ def test_a_message_cannot_be_changed() -> None:
         b"[]",
         b'["Begone",null,{}]',
         b'["Stop",null,{}]',
-        b'["Stop","x",{"grace":1}]',
         b"[" * 100_000,
         b"\xff",
     ],
@@ -64,10 +63,11 @@ def test_what_is_no_message_is_refused(line: bytes) -> None:
         messages.decode(line)
 
 
-def test_a_message_that_is_too_long_is_refused_by_both_ends() -> None:
+def test_a_message_that_is_too_long_is_refused_by_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "LINE_MAX", 1000)
     with pytest.raises(MessageError, match="is over the limit"):
-        messages.encode(messages.Log(["x" * messages.LINE_MAX]))
-    decoder = Decoder(limit=1000)
+        messages.encode(messages.Log(["x" * 1000]))
+    decoder = Decoder()
     for _ in range(10):
         decoder.feed(b"x" * 100)
     with pytest.raises(MessageError, match="longer than 1000 bytes"):

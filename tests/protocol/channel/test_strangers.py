@@ -88,7 +88,7 @@ def test_an_agent_that_breaks_the_rules_is_dropped_and_the_others_are_served(
     async def main() -> None:
         async with serving(tmp_path) as served:
             agent = await served.agent()
-            other = await served.driver()._connect_to("127.0.0.1")
+            other = await served.driver()._connect("127.0.0.1")
             other.write(request_line)
             async with asyncio.timeout(60):
                 with contextlib.suppress(OSError, MessageError):
