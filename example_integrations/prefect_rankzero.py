@@ -25,7 +25,7 @@ from prefect.states import AwaitingRetry, State
 
 from rankzero import Launcher
 from rankzero.errors import InvalidJobError, RankZeroError
-from rankzero.pipeline import Follower, LineWritten, MetricsReported, attempt, lease, may_retry, plain
+from rankzero.pipeline import Follower, LineWritten, MetricsReported, attempt, lease, may_retry, open_run, plain
 
 CRASH_UNNOTICED = 60.0
 """Seconds after which Prefect notices that the process of a flow run has died."""
@@ -108,11 +108,11 @@ def train(function: Callable[..., Any], *args: Any, launcher: Launcher, **kwargs
     delay = max(context.flow.retry_delay_seconds or 0.0, CRASH_UNNOTICED)
     log = get_run_logger()
     launcher = launcher.options(run_id=name, orphan_timeout=lease.lease(delay))
-    with launcher.durable(function, args, kwargs, step, log) as opened:
-        for event in Follower(opened.handle, attached=opened.attached).follow():
+    with open_run(launcher, function, args, kwargs, step, log) as handle:
+        for event in Follower(handle, attached=handle.attached).follow():
             if isinstance(event, LineWritten):
                 log.info("%s", event.text)
             elif isinstance(event, MetricsReported):
                 table = partial(create_table_artifact, [plain.storable(event.values)], key="rankzero-metrics")
                 attempt(log, "the table of metrics", table, None)
-    return opened.handle.result()
+    return handle.result()

@@ -40,7 +40,10 @@ class RunHandle(Observer, Generic[R]):
         id: The run's name.
         own: The files of the submission.
         job: The job of the submission: what to run, where and how.
+        attached: False if this process has started the run, True if another process or another try of a step has.
     """
+
+    attached = True
 
     def __init__(
         self, directory: str, driver: OwnDriver | None = None, *, job: Job | None = None, follows: bool = True

@@ -36,7 +36,6 @@ from rankzero.run.identity import (
     RESISTS,
     SENT_CODE,
     TRAIN,
-    Identity,
 )
 from rankzero.submit.code_files import Modules, Needs, UserCode
 from rankzero.submit.code_source import digest_of_source
@@ -75,20 +74,19 @@ class Payload:
 
     def identity(
         self, world_size: NumProcesses, code_version: str | None = None, user_code: UserCode | None = None
-    ) -> Identity:
-        """Returns the identity of the training, equal in every process; ``code_version`` replaces all code in it."""
+    ) -> dict[str, str]:
+        """Returns the checksums of the training's parts by name; ``code_version`` replaces those of its code."""
         contents = Contents()
         parts = {NUM_PROCESSES: repr(world_size)}
         for name, value in self.arguments.items():
             make = functools.partial(contents.digest_of, value)
             parts[f"{ARGUMENT}{name}"] = _compared(f"the argument {name}", make)
         if code_version is not None:
-            return Identity.of(parts, **{CODE_VERSION: _short(repr(code_version))})
+            return parts | {CODE_VERSION: _short(repr(code_version))}
         if user_code and user_code.sent:
             parts[SENT_CODE] = user_code.sent[0][:DIGITS]
         parts[TRAIN] = _compared("the function", lambda: _short(f"{self._own(contents)} {contents.code()}"))
-        parts |= {f"{MODULE}{name}": digest[:DIGITS] for name, digest in self.modules.counted.items()}
-        return Identity.of(parts)
+        return parts | {f"{MODULE}{name}": digest[:DIGITS] for name, digest in self.modules.counted.items()}
 
     def _own(self, contents: Contents) -> str:
         """Returns what counts as the function or program itself."""

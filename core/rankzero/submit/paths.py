@@ -22,8 +22,7 @@ READERS = 16
 """Files that are read in parallel."""
 
 _DELTA_LOG = "_delta_log"
-_SAMPLED_ROWS = 1024
-_SAMPLED_BYTES = 16 << 20
+_SAMPLED_ROWS = 16
 _PAGES = 64 << 10
 
 
@@ -31,8 +30,7 @@ def manifest_of_path(location: str, name: str) -> Manifest:
     """Returns the manifest, for ranks, of the table at a path.
 
     Args:
-        location: A file or a directory, as a path or a URL. Directories ``column=value`` below it are columns. For a
-            Delta table, ``@v3`` at the end selects a version.
+        location: A file or a directory, as a path or a URL. Directories ``column=value`` below it are columns.
         name: The dataset's name for errors.
 
     Raises:
@@ -41,9 +39,8 @@ def manifest_of_path(location: str, name: str) -> Manifest:
     location = location.rstrip("/") if store.is_url(location) else store.normalize(location)
     where = f"the dataset {name!r}"
     try:
-        location, version = _version_of(location)
-        if _is_delta(location):
-            data, digest = _delta(location, version)
+        if store.exists(store.join(location, _DELTA_LOG)):
+            data, digest = _delta(location)
         else:
             data, digest = _directory(location, where), None
         return _manifest(data, location, digest, where)
@@ -56,18 +53,6 @@ def manifest_of_path(location: str, name: str) -> Manifest:
             f"{where} cannot be read from {location}: {type(error).__name__}: {reason}. Ranks read Parquet and Delta "
             "files; have Spark read others, or from where this host cannot: dataset=a DataFrame or a query"
         ) from error
-
-
-def _is_delta(location: str) -> bool:
-    return store.exists(store.join(location, _DELTA_LOG))
-
-
-def _version_of(location: str) -> tuple[str, int | None]:
-    """Splits a path ``table@v3`` of a Delta table into the table and its version; returns other paths unchanged."""
-    found = re.fullmatch(r"(.+)@v(\d+)", location)
-    if found and not store.exists(location) and _is_delta(found[1]):
-        return found[1], int(found[2])
-    return location, None
 
 
 def _directory(location: str, where: str) -> Any:
@@ -92,7 +77,7 @@ def _directory(location: str, where: str) -> Any:
     return dataset.dataset(names, format=kind, filesystem=filesystem, partitioning="hive", partition_base_dir=path)
 
 
-def _delta(location: str, version: int | None) -> tuple[Any, str]:
+def _delta(location: str) -> tuple[Any, str]:
     try:
         import deltalake
     except ImportError:
@@ -100,7 +85,7 @@ def _delta(location: str, version: int | None) -> tuple[Any, str]:
             f"{location} is a Delta table: pip install deltalake here, or have Spark read it: "
             f'dataset="SELECT * FROM delta.`{location}`"'
         ) from None
-    table = deltalake.DeltaTable(location, version=version)
+    table = deltalake.DeltaTable(location)
     mapping = table.metadata().configuration.get("delta.columnMapping.mode", "none")
     if mapping != "none":
         # The files have other column names, so that the columns would be read as nulls.
@@ -163,19 +148,14 @@ def _place(path: str, location: str, base: str) -> tuple[str, str]:
 
 
 def _decoded_row(fragments: list[Any]) -> float:
-    """Returns the bytes of a decoded row, estimated from the first rows of the largest row group."""
+    """Returns the bytes of a decoded row, estimated from the first rows of the first file that has any."""
     import pyarrow.parquet as pq
 
-    groups = [(each.metadata.row_group(n), each, n) for each in fragments for n in range(each.metadata.num_row_groups)]
-    if not groups:
-        return 0.0
-    group, fragment, number = max(groups, key=lambda each: each[0].total_byte_size)
-    if not group.num_rows:
-        return 0.0
-    count = max(1, min(_SAMPLED_ROWS, _SAMPLED_BYTES * group.num_rows // max(1, group.total_byte_size)))
-    with fragment.open() as source:
-        file = pq.ParquetFile(source, buffer_size=_PAGES, pre_buffer=False)
-        batch = next(file.iter_batches(count, row_groups=[number]))
-    # A dictionary counts once for any number of rows, so columns are decoded first.
-    columns = (column.dictionary_decode() if hasattr(column, "dictionary") else column for column in batch.columns)
-    return float(sum(column.nbytes for column in columns) / batch.num_rows)
+    for fragment in fragments:
+        if fragment.metadata.num_rows:
+            with fragment.open() as source:
+                batch = next(pq.ParquetFile(source, buffer_size=_PAGES, pre_buffer=False).iter_batches(_SAMPLED_ROWS))
+            # A dictionary counts once for any number of rows, so columns are decoded first.
+            columns = (each.dictionary_decode() if hasattr(each, "dictionary") else each for each in batch.columns)
+            return float(sum(column.nbytes for column in columns) / batch.num_rows)
+    return 0.0

@@ -9,7 +9,7 @@ from typing import Any
 
 from rankzero.compat.torch_distributor import active_session, engine_of_session
 from rankzero.errors import EngineError, InvalidJobError
-from rankzero.launcher import Launcher
+from rankzero.launcher import Launcher, follow_run
 from rankzero.run.output import is_own
 from rankzero.run.printing import print_line
 
@@ -58,7 +58,7 @@ class HorovodRunner:
         if np > 0 and engine is None:
             engine = _on_spark(np).engine
         launcher = self._launcher.options(num_processes=abs(np), engine=engine)
-        return launcher.followed(main, (), kwargs, self._show)[0]
+        return follow_run(launcher, main, (), kwargs, self._show)[0]
 
     def _show(self, line: str, run_id: str) -> None:
         if self.driver_log_verbosity == "all" or is_own(line):
