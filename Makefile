@@ -79,7 +79,7 @@ test-frameworks: setup
 	.venv/bin/python -m pip install --quiet --target .frameworks/tracking/site-packages "mlflow==3.*" tensorboard
 	.venv/bin/python -m pip install --quiet --target .frameworks/prefect/site-packages "prefect==3.*"
 	rm -rf $(FRAMEWORKS)/torch $(FRAMEWORKS)/torch-* $(FRAMEWORKS)/numpy $(FRAMEWORKS)/numpy-*
-	PYTHONPATH=$(FRAMEWORKS) .venv/bin/python -m pytest tests/frameworks
+	PYTHONPATH=$(FRAMEWORKS) .venv/bin/python -m pytest tests/doors/frameworks
 	.venv/bin/python -m pip install --quiet --no-deps --target .frameworks/openlineage httpx2 httpcore2 \
 		apache-airflow-providers-openlineage openlineage-python openlineage-sql openlineage-integration-common
 	PYTHONPATH=.frameworks/openlineage .venv/bin/python -m pytest tests/airflow/test_lineage.py
@@ -102,7 +102,7 @@ docs: setup .venv-docs/installed
 # installed alone, and the site. Uploads nothing.
 release: docs .venv-release/installed
 	.venv-release/bin/python scripts/release.py
-	.venv/bin/python -m pytest -m "soak or not soak" tests/packaging
+	.venv/bin/python -m pytest -m "soak or not soak" tests/docs/packaging
 
 .venv-release/installed: constraints/release.txt
 	$(or $(PYTHON),python3) -m venv .venv-release

@@ -111,7 +111,7 @@ def measure(environment: dict[str, str]) -> dict[str, list[float]]:
 def main() -> None:
     sys.path.insert(0, ROOT)
     os.environ.setdefault("RANKZERO_TEST_SUITE", "benchmark")
-    from tests.engines.connect_server import connect_server
+    from tests.contract.engines.connect_server import connect_server
 
     report = Report("airflow_task", "An Airflow task on Spark, 2 ranks, one all-reduce")
     with tempfile.TemporaryDirectory(prefix="rankzero-bench-") as home:

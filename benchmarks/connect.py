@@ -95,7 +95,7 @@ def fresh(name: str, url: str, store: str) -> Callable[[], object]:
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     os.environ.setdefault("RANKZERO_TEST_SUITE", "benchmark")
-    from tests.engines.connect_server import connect_server
+    from tests.contract.engines.connect_server import connect_server
     from tests.s3 import s3_server
 
     report = Report("connect", "Spark Connect: fresh process to result, 2 ranks, one all-reduce")

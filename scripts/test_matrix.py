@@ -58,9 +58,9 @@ def _files(pattern: str, names: str) -> tuple[str, ...]:
 
 _AIRFLOW = _files("airflow/test_{}.py", AIRFLOW)
 _DAGSTER = _files("dagster/test_dagster_{}.py", DAGSTER)
-_SPARK = ("engines/test_spark.py", "engines/test_spark_refusals.py", "compat", "data")
-_TORCH = _files("test_{}.py", "launcher result")
-_PYTHON = ("submit", "agent", "packaging", "test_launcher.py", "test_result.py", "engines/test_spark.py")
+_SPARK = ("contract/engines/test_spark.py", "contract/engines/test_spark_refusals.py", "doors/compat", "contract/data")
+_TORCH = _files("contract/test_{}.py", "launcher result")
+_PYTHON = ("tries", "protocol/agent", "docs/packaging", *_TORCH, "contract/engines/test_spark.py")
 
 ROWS = (
     # Beside it the package is silent.

@@ -14,7 +14,7 @@ from tests.handlers import restore_signal_handlers, signal_handlers
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-    from tests.engines.connect_server import ConnectServer
+    from tests.contract.engines.connect_server import ConnectServer
     from tests.s3 import S3Server
 
 JVM_TIMEOUT = 60.0
@@ -90,7 +90,7 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConnectServer]:
     """Returns one Spark Connect server with four slots for all tests that need it."""
-    from tests.engines.connect_server import connect_server
+    from tests.contract.engines.connect_server import connect_server
 
     with connect_server(tmp_path_factory.mktemp("connect")) as started:
         yield started

@@ -1,6 +1,6 @@
 """Time limits in seconds that several modules share. A limit that one module reads stands in that module.
 
-``tests/test_bounds.py`` has the relations between them, and to those of other modules.
+``tests/protocol/test_bounds.py`` has the relations between them, and to those of other modules.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tests.airflow import tries_dag
 from tests.conftest import ROOT, until, wait_until_gone
-from tests.tries_table import WAIT, Place, Row, assert_each_has_a_scenario, rows
+from tests.tries.tries_table import WAIT, Place, Row, assert_each_has_a_scenario, rows
 
 
 def session_of_airflow() -> Any:
@@ -310,7 +310,7 @@ SOAK = {
     # As "unstored-retry" and "ended-other-arguments", with a clear instead of a retry or of changed arguments.
     "unstored",
     "ended-again",
-    # In every run of the suite with Dagster, and `tests/submit/test_identity.py`.
+    # In every run of the suite with Dagster, and `tests/tries/test_identity.py`.
     "failed-other-arguments",
 }
 """Rows that run with `make faults` only: each training here begins with a driver that imports torch, some seconds."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.connect_server import ConnectServer
+from tests.contract.engines.connect_server import ConnectServer
 
 
 def test_the_test_of_a_connection_starts_ranks_that_look_around(

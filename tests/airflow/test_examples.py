@@ -144,7 +144,7 @@ def test_deferred_training_gives_its_result_to_the_next_task(load_dag: LoadDag, 
     assert outcome.xcom("train").format == "torch"
 
 
-# By default: Spark's tables in `tests/data`.
+# By default: Spark's tables in `tests/contract/data`.
 @pytest.mark.soak
 @pytest.mark.usefixtures("own_jvm")
 def test_a_spark_table_becomes_a_scored_table(load_dag: LoadDag, run_dag: RunDag) -> None:

@@ -10,9 +10,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tests import tries_table
 from tests.airflow import versions
-from tests.tries_table import Place, data_in
+from tests.tries import tries_table
+from tests.tries.tries_table import Place, data_in
 
 
 def make(dag_id: str, place: Place, *, train: str = "train", lr: float = 0.1, data: str = "here", **more: Any) -> Any:
@@ -21,7 +21,7 @@ def make(dag_id: str, place: Place, *, train: str = "train", lr: float = 0.1, da
     Args:
         dag_id: Of the DAG.
         place: Where the training waits.
-        train: Name of its function in `tests.tries_table`.
+        train: Name of its function in `tests.tries.tries_table`.
         lr: An argument of it.
         data: Where data lie that it is given by reference.
         more: Arguments of the operator.

@@ -96,7 +96,7 @@ def test_a_script_is_an_asset(load: Load, instance: dg.DagsterInstance, monkeypa
     assert event.asset_materialization.tags["dagster/data_version"] == shown["sha256"]
 
 
-# By default: Spark's tables in `tests/data`, and the examples above.
+# By default: Spark's tables in `tests/contract/data`, and the examples above.
 @pytest.mark.soak
 def test_a_spark_table_becomes_a_scored_table(
     load: Load, instance: dg.DagsterInstance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

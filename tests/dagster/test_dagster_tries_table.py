@@ -12,9 +12,9 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from tests import tries_table
 from tests.conftest import ROOT, until, wait_until_gone
-from tests.tries_table import WAIT, Place, Row, assert_each_has_a_scenario, data_in, rows
+from tests.tries import tries_table
+from tests.tries.tries_table import WAIT, Place, Row, assert_each_has_a_scenario, data_in, rows
 
 from dagster_rankzero import RankZeroIOManager, TorchDistributorResource
 

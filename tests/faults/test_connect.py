@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.conftest import free_port, until
-from tests.engines.connect_server import ConnectServer, Link, connect_server
+from tests.contract.engines.connect_server import ConnectServer, Link, connect_server
 
 from rankzero import EngineError, Launcher, RunCancelledError, RunHandle, SparkConnectEngine
 from rankzero.doctor.examine import examine

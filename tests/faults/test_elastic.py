@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.conftest import until
 from tests.faults.kit import SlotsEngine, SlotsSession
-from tests.identities import identity_by
+from tests.tries.identities import identity_by
 
 from rankzero import (
     EngineError,

@@ -1,0 +1,56 @@
+"""Executors whose Python has torch, numpy and nothing else: all of rankzero that ranks use travels with the job."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.contract.engines.bare_trainings import what_is_there
+from tests.contract.engines.pythons import TORCH, python_with
+from tests.services import spark_session, start_own_jvm
+
+from rankzero import Launcher, SparkEngine
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Python with torch, what torch itself needs, and numpy, by which torch sends objects between ranks."""
+    return python_with(tmp_path_factory.mktemp("bare") / "venv", TORCH)
+
+
+@pytest.fixture(scope="module")
+def bare(bare_python: str) -> Iterator[SparkEngine]:
+    """A session of this process on two executors with that Python."""
+    # The environment of the JVM stays that of the suite.
+    start_own_jvm()
+    before = {name: os.environ.pop(name, None) for name in ("PYTHONPATH", "PYSPARK_PYTHON")}
+    os.environ["PYSPARK_PYTHON"] = bare_python
+    try:
+        with spark_session("local-cluster[2,1,1024]", **{"spark.executorEnv.PYTHONPATH": ""}) as session:
+            yield SparkEngine(session=session)
+    finally:
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+        if before["PYSPARK_PYTHON"] is None:
+            del os.environ["PYSPARK_PYTHON"]
+
+
+@pytest.fixture
+def on_bare(launcher: Launcher, bare: SparkEngine) -> Launcher:
+    return launcher.options(engine=bare)
+
+
+def test_nothing_but_torch_is_installed_there(on_bare: Launcher, bare_python: str) -> None:
+    found = on_bare.run(what_is_there)
+    assert found["python"] == bare_python
+    # These two travel; what else is found would hide that something is needed.
+    assert set(found["found"]) <= {"rankzero", "cloudpickle"}
+    assert "rankzero.zip" in found["rankzero"]
+
+
+def test_a_script_and_its_module(on_bare: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("VALUE = 42\n")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\nimport beside\nimport rankzero.train as rt\nrt.set_result([beside.VALUE, *sys.argv[1:]])\n"
+    )
+    assert on_bare.run(script, "--lr", "0.1") == [42, "--lr", "0.1"]

@@ -1,0 +1,72 @@
+"""Importing rankzero, and what travels to executors, stays light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+CORE = Path(__file__).parents[3] / "core" / "rankzero"
+
+LIBRARIES = {
+    "cli": {"click"},
+    "compat": {"cloudpickle", "torch"},
+    "data": {"torch"},
+    "submit": {"cloudpickle"},
+    "testing": {"pytest"},
+    "train": {"torch"},
+}
+"""The libraries that modules of a room import at their top. Every other room imports the standard library alone."""
+
+HEAVY = ("torch", "pyspark", "numpy", "pandas", "airflow", "dagster", "fsspec", "cloudpickle", "asyncio", "click")
+
+
+def loaded_after(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint('\\n'.join(sys.modules))"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(output.stdout.split())
+
+
+def test_import_rankzero_loads_nothing_heavy() -> None:
+    assert loaded_after("import rankzero").isdisjoint(HEAVY)
+
+
+def test_trackers_load_their_libraries_when_they_are_used() -> None:
+    loaded = loaded_after("from rankzero.tracking import *")
+    assert loaded.isdisjoint({*HEAVY, "mlflow", "tensorboard"})
+
+
+def test_every_public_name_is_there() -> None:
+    import rankzero
+
+    assert all(getattr(rankzero, name) is not None for name in rankzero.__all__)
+    assert set(rankzero.__all__) <= set(dir(rankzero))
+
+
+def test_core_never_imports_an_orchestrator() -> None:
+    loaded = loaded_after("import rankzero\nfor name in rankzero.__all__: getattr(rankzero, name)")
+    assert loaded.isdisjoint({"airflow", "dagster", "torch", "pyspark", "numpy"})
+
+
+def test_agent_and_worker_need_only_the_standard_library() -> None:
+    """An executor has Python and torch; nothing of what the driver's side installs."""
+    code = Path(__file__).parents[3] / "core"
+    # -S: no site-packages at all.
+    program = (
+        f"import sys; sys.path.insert(0, {str(code)!r})\n"
+        "import rankzero.agent.supervise, rankzero.worker.main, rankzero.train\n"
+        "import rankzero.values.ref, rankzero.values.formats"
+    )
+    done = subprocess.run([sys.executable, "-S", "-I", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_modules_import_at_their_top_only_what_their_room_may() -> None:
+    found: dict[str, set[str]] = {}
+    for path in CORE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            libraries = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"rankzero"}
+            if libraries:
+                found.setdefault(path.relative_to(CORE).parts[0], set()).update(libraries)
+    assert found == LIBRARIES

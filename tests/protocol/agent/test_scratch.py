@@ -1,0 +1,195 @@
+"""An agent's scratch directory goes with the agent, whatever becomes of the process that holds it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from tests.conftest import ROOT, is_alive
+from tests.protocol.channel.conftest import Received, until
+
+import rankzero
+from rankzero import Launcher
+from rankzero.channel.connection import new_secret
+from rankzero.channel.server import Server
+from rankzero.host.network import listen
+
+BOUND = 60.0
+
+HOLD = """
+import json, os, sys
+from rankzero.task import hold, scratch
+make = scratch.make_scratch
+
+def announce(*place):
+    made = make(*place)
+    print(made, flush=True)
+    return made
+
+hold.make_scratch = scratch.make_scratch = announce
+hold.hold(json.loads(sys.argv[1]))
+"""
+
+
+CONFIG = {
+    "use_gpu": False,
+    "ports": None,
+    "grace": 1.0,
+    "exit_timeout": 5.0,
+    "restart_count": 0,
+    "max_restarts": 0,
+    "env": {},
+    "task": 0,
+    "host": "127.0.0.1",
+    "workers": 1,
+    "gpus": [],
+    "cores": 1,
+    "code_path": os.path.dirname(os.path.dirname(rankzero.__file__)),
+}
+
+
+def test_an_agent_that_is_stopped_before_it_finds_its_driver_fails_with_the_reason(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        config = {**CONFIG, "driver": [["127.0.0.1"], silent.getsockname()[1]], "secret": new_secret()}
+        config |= {"scratch": str(scratch), "temporary": None}
+        command = [sys.executable, "-c", "from rankzero.agent.supervise import main; main()"]
+        with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as agent:
+            assert agent.stdin
+            assert agent.stderr
+            agent.stdin.write(json.dumps(config) + "\n")
+            agent.stdin.flush()
+            connection, _ = silent.accept()
+            with connection:
+                agent.send_signal(signal.SIGTERM)
+                assert agent.wait(BOUND) == 1
+            assert agent.stderr.read() == "it got SIGTERM: the cluster takes the place back\n"
+    assert not scratch.exists()
+
+
+@pytest.mark.parametrize("warm_start", [False, True])
+def test_of_a_holder_that_stands_still_and_dies_nothing_is_left(
+    tmp_path: Path, marker: str, warm_start: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a driver that was stopped: its agent loses it, ends, and finds it alive; then it is killed."""
+    monkeypatch.setenv("MARK", marker)
+    config = {**CONFIG, "preload_timeout": 20.0 if warm_start else None}
+    made = tmp_path / "made"
+
+    async def main() -> None:
+        received, secret = Received(), new_secret()
+        server = Server(secret, received, {}, {}, str(tmp_path))
+        port = await server.start(listen("127.0.0.1", None))
+        settings = {**config, "driver": [["127.0.0.1"], port], "secret": secret}
+        with made.open("w") as output:
+            command = [sys.executable, "-c", HOLD, json.dumps(settings)]
+            holder = subprocess.Popen(command, cwd=ROOT, stdout=output)
+        try:
+            await until(lambda: received.messages)
+            agent = received.messages[0][2].facts()["pid"]
+            path = made.read_text().strip()
+            assert os.path.isdir(path)
+            holder.send_signal(signal.SIGSTOP)
+            await server.close()
+            await until(lambda: not is_alive(agent))
+        finally:
+            holder.kill()
+            holder.wait(BOUND)
+        assert not os.path.exists(path)
+
+    asyncio.run(main())
+
+
+def places() -> dict[str, str]:
+    import multiprocessing
+
+    with multiprocessing.Manager() as manager:
+        # A socket of its own.
+        assert manager.dict() is not None
+    return {"scratch": os.environ["RANKZERO_SCRATCH"], "temporary": tempfile.gettempdir()}
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_much_goes_where_the_user_or_spark_has_room_and_sockets_where_they_fit(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_set: bool
+) -> None:
+    local = tmp_path / "a-long-name-as-yarn-has-it" / "blockmgr-8c1b"
+    local.mkdir(parents=True)
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", f"{tmp_path}/not-there,/proc,{local}")
+    monkeypatch.delenv("TMPDIR", raising=False)
+    with tempfile.TemporaryDirectory() as short:
+        if is_set:
+            monkeypatch.setenv("TMPDIR", short)
+        found = launcher.options(num_processes=1).run(places)
+    assert found["scratch"].startswith(f"{short if is_set else local}/rankzero-agent-")
+    assert found["temporary"].startswith(found["scratch"]) is is_set
+    assert not os.path.exists(found["scratch"])
+
+
+READ_ONLY = """
+mount --bind "$1" "$1"
+mountpoint -q /dev/shm || mount -t tmpfs none /dev/shm
+mount -o remount,bind,ro /
+mount -o remount,bind,ro /dev/shm
+cd /
+shift
+exec "$@"
+"""
+
+TRAIN_THERE = """
+import os, sys
+from rankzero import Launcher
+
+def train():
+    import torch
+    import rankzero.train as rt
+    rt.report({"loss": 1.0}, checkpoint={"w": torch.ones(3)})
+    print("no place but one")
+    return os.environ["RANKZERO_SCRATCH"]
+
+if __name__ == "__main__":
+    handle = Launcher(2, store=sys.argv[1], env={"MARK": os.environ["MARK"]}).submit(train)
+    print(handle.result(120))
+"""
+
+
+def test_a_root_that_is_read_only(tmp_path: Path, marker: str) -> None:
+    """As in a pod with ``readOnlyRootFilesystem``, whose volumes are Spark's local directory and the store."""
+    if os.geteuid() != 0 or subprocess.run(["unshare", "--mount", "true"]).returncode:
+        pytest.skip("mounts need rights")
+    (tmp_path / "local").mkdir()
+    (tmp_path / "there.py").write_text(TRAIN_THERE)
+    env = {name: value for name, value in os.environ.items() if name != "TMPDIR"} | {"MARK": marker}
+    python = [sys.executable, str(tmp_path / "there.py"), str(tmp_path / "store")]
+    command = ["unshare", "--mount", "sh", "-ec", READ_ONLY, "sh", str(tmp_path), *python]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    assert "can be written (tried TMPDIR, SPARK_LOCAL_DIRS=" in done.stderr
+    assert "name it in spark.local.dir or TMPDIR" in done.stderr
+    assert os.listdir(tmp_path / "local") == []
+
+
+def returns_a_temporary_file(place: str) -> tuple[str, ...]:
+    import tempfile
+
+    made = Path(tempfile.mkdtemp(), "model.pt")
+    made.write_text("weights")
+    return str(made), place, "/nowhere/rankzero-agent-1/model.pt"
+
+
+def test_a_returned_path_that_goes_with_the_run_is_named(launcher: Launcher, tmp_path: Path) -> None:
+    launcher = launcher.options(num_processes=1, run_id="one")
+    value = launcher.run(returns_a_temporary_file, str(tmp_path))
+    assert not os.path.exists(value[0])
+    handle = launcher.find()
+    assert handle
+    named = [line for line in handle.logs(rank=0) if "is deleted with the run" in line]
+    assert [value[0] in line for line in named] == [True]
