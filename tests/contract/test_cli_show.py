@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from tests.conftest import find
 from tests.runs import folder_of, job_file
 
 from rankzero import InvalidJobError, Launcher, RunHandle, WorkerFailedError
@@ -171,7 +172,7 @@ def test_another_text_is_no_duration(text: str) -> None:
 def test_a_url_without_its_colon_is_no_folder_of_the_working_directory(store: str) -> None:
     launcher = Launcher(store=store, run_id="one")
     with pytest.raises(InvalidJobError, match=r"is neither a path nor a URL: a URL begins with"):
-        launcher.find()
+        find(launcher)
 
 
 def test_a_run_is_explained(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tests.conftest import of_ranks, until
 from rankzero import Launcher, ResultError, ResultRef, RunHandle, WorkerFailedError, store
 from rankzero.channel.connection import Connection
 from rankzero.channel.server import Server
+from rankzero.pipeline import open_run
 from rankzero.run.output import tails
 from rankzero.submit.drivers import start_driver
 
@@ -232,6 +233,6 @@ def test_a_run_waits_for_the_checkpoints_that_ranks_still_send(
         await take(server, name, size, connection)
 
     monkeypatch.setattr(Server, "_take", slowly)
-    with remote.options(run_id="sends").owned(train, (), {}) as handle:
+    with open_run(remote.options(run_id="sends"), train, (), {}) as handle:
         assert handle.result(60) == 0
         assert [manifest.metrics["step"] for manifest in handle.checkpoints()] == [0, 1]

@@ -17,7 +17,7 @@ from dagster_rankzero import step as steps
 from dagster_rankzero._compat import MULTIPROCESS
 from dagster_rankzero.step import Step, follow, open_run
 from rankzero import InvalidJobError, Launcher, RankZeroError, RunHandle
-from rankzero.pipeline import EngineOpened, LineWritten, Opened
+from rankzero.pipeline import EngineOpened, LineWritten
 
 LOG = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ def test_the_step_s_log_has_the_address_of_the_spark_ui_while_ranks_train(
 
     monkeypatch.setattr(steps, "Follower", lambda *_, **__: Following())
     caplog.set_level(logging.INFO)
-    opened: Any = Opened(SimpleNamespace(id="run"))  # type: ignore[arg-type]
+    opened: Any = SimpleNamespace(id="run", attached=False)
     assert list(follow(opened, None, LOG, None)) == []
     assert "[0] trains" in capsys.readouterr().out
     assert "http://driver:4040" in caplog.text
@@ -183,11 +183,11 @@ def test_a_training_ends_whose_dagster_run_was_deleted(
     monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.005")
     unfinished.add("one")
     with open_step(step) as opened:
-        until(lambda: opened.handle.status().state == "running", 60, "the training")
+        until(lambda: opened.status().state == "running", 60, "the training")
         unfinished.discard("one")
         assert list(follow(opened, step, LOG, None)) == []
-    assert opened.handle.status().state == "cancelled"
-    assert "on request: the Dagster run has ended or was deleted" in str(opened.handle.status().error)
+    assert opened.status().state == "cancelled"
+    assert "on request: the Dagster run has ended or was deleted" in str(opened.status().error)
 
 
 @pytest.mark.parametrize("comes", ["attached", "by itself"])
@@ -211,11 +211,11 @@ def test_a_step_whose_run_is_dead_leaves_its_training_to_the_run_that_follows(
         else:
             retried.add("one")
             list(follow(left, step, LOG, None))
-    assert not left.handle.status().final
+    assert not left.status().final
     # The one that has it now ends it with its own run.
     if comes == "attached":
         list(follow(attached, replace(step, dagster_run="two"), LOG, None))
-        assert left.handle.status().state == "cancelled"
+        assert left.status().state == "cancelled"
 
 
 def test_the_process_that_a_training_needs_stays_until_the_run_that_follows_has_ended(
@@ -231,9 +231,9 @@ def test_the_process_that_a_training_needs_stays_until_the_run_that_follows_has_
             unfinished.discard("one")
             assert attached.wait(60)
             list(follow(left, last, LOG, None))
-        ended.append(left.handle.status().state)
+        ended.append(left.status().state)
 
-    opened: list[Opened] = []
+    opened: list[RunHandle[Any]] = []
     attached = threading.Event()
     unfinished.add("one")
     thread = threading.Thread(target=follow_to_the_end)
@@ -243,9 +243,9 @@ def test_the_process_that_a_training_needs_stays_until_the_run_that_follows_has_
     with open_step(replace(last, dagster_run="two", generation="two")) as again:
         attached.set()
         assert again.attached
-        assert again.handle.directory == opened[0].handle.directory
+        assert again.directory == opened[0].directory
         thread.join(1.0)
-        assert not again.handle.status().final
+        assert not again.status().final
         assert thread.is_alive()
     unfinished.discard("two")
     thread.join(60)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import ROOT, until
+from tests.conftest import ROOT, find, until
 from tests.faults import kit
 
 from rankzero import InvalidJobError, Launcher, RunCancelledError, RunHandle
@@ -78,7 +78,7 @@ def test_a_run_id_submitted_by_many_at_once_starts_once(single: Launcher, tmp_pa
 
 
 def test_a_run_that_was_asked_to_end_is_not_attached_to(single: Launcher, tmp_path: Path) -> None:
-    assert single.find() is None
+    assert find(single) is None
     handle = start(single, tmp_path)
     assert single.submit(count_and_wait, str(tmp_path)).submission == 0
     handle.cancel()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import find
 
 from rankzero import (
     CheckpointConfig,
@@ -73,7 +74,7 @@ def run(launcher: Launcher, function: Callable[..., Any], *args: Any) -> tuple[A
     """The value and the run. By `run`: a detached driver would start a zygote of its own."""
     launcher = launcher.options(run_id="run")
     value = launcher.run(function, *args)
-    handle = launcher.find()
+    handle = find(launcher)
     assert handle is not None
     return value, handle
 
@@ -252,7 +253,7 @@ def test_a_checkpoint_that_a_rank_finds_damaged_is_not_used_again(launcher: Laun
     launcher = launcher.options(num_processes=1, run_id="run")
     with pytest.raises(WorkerFailedError, match="behind two checkpoints"):
         launcher.run(report_two, form)
-    handle = launcher.find()
+    handle = find(launcher)
     assert handle
     newest = handle.checkpoints()[-1]
     file = store.join(newest.folder, newest.parts["0"]["file"])

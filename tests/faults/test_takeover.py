@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.conftest import ROOT, until, wait_until_gone
+from tests.conftest import ROOT, find, until, wait_until_gone
 
 from rankzero import Launcher
 from rankzero.run.checkpoints import list_committed
@@ -107,7 +107,7 @@ def test_of_two_submitters_that_come_at_once_one_starts_the_run(launcher: Launch
                 assert submitter.stdin
                 submitter.stdin.write(f"{store} run-{number}\n")
             answers = {submitter.stdout.readline() for submitter in submitters if submitter.stdout}
-            handle = launcher.options(run_id=f"run-{number}").find()
+            handle = find(launcher.options(run_id=f"run-{number}"))
             assert handle
             assert answers == {f"{handle.nonce} 2\n"}
             assert set(handle.own.run.names()) == {"0.json", handle.own.name}

@@ -3,6 +3,8 @@
 import time
 from pathlib import Path
 
+from tests.conftest import find
+
 from rankzero import Launcher
 from rankzero.run.checkpoints import list_committed
 from rankzero.run.retention import REPLACED, collect
@@ -25,18 +27,18 @@ def test_a_fresh_training_leaves_the_checkpoints_of_the_one_before(
 ) -> None:
     launcher = launcher.options(num_processes=1, run_id="same")
     assert launcher.run(train, 0.1) == 0.1
-    handles = [launcher.find()]
+    handles = [find(launcher)]
     # Another one; then the same one after its delivery.
     for lr in (0.2, 0.2):
         assert launcher.run(train, lr) == lr
-        handles.append(launcher.find())
+        handles.append(find(launcher))
     folders = [handle.own.directory for handle in handles if handle]
     assert len(list_committed(folders)) == 3 * len(list_committed(folders[-1:]))
 
     root, now = str(Path(folders[0]).parents[2]), time.time()
     assert collect(root, DAY, now=now).replaced == []
     # The run itself is younger than that, by its end.
-    last = launcher.find()
+    last = find(launcher)
     assert last
     status = last.status()
     last.own.write_status(status.__class__(**{**vars(status), "ended": now + 10 * DAY}))

@@ -13,7 +13,6 @@ from rankzero.data.manifest import FILE, File, Manifest, encode_schema, from_byt
 from rankzero.driver.places import compute_tables
 from rankzero.job import Job
 from rankzero.run.directory import Submission
-from rankzero.submit.datasets import of_earlier_try
 
 JOB = Job(
     run_id="r",
@@ -88,13 +87,3 @@ def test_a_driver_that_takes_a_lost_ones_place_finds_the_rows_of_that_one(tmp_pa
     before = read(own, session, frame)
     assert read(own, session, before) == before
     assert session.asked == 1
-
-
-def test_a_try_keeps_the_datasets_of_the_try_before_except_queries(tmp_path: Path) -> None:
-    own = submit(tmp_path / "r", generation="scheduled")
-    eval_rows = replace(made(own.new_dataset("eval"), "rows"), source="a/path")
-    read(own, Session(), {"eval": eval_rows})
-    sources = {"train": "db.events", "eval": "a/path"}
-    assert of_earlier_try(own, sources, "scheduled") == {"eval": eval_rows}
-    assert of_earlier_try(own, {**sources, "eval": "another/path"}, "scheduled") == {}
-    assert of_earlier_try(own, sources, "cleared") == {}

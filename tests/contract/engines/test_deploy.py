@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import find
 from tests.runs import submitted
 
 from rankzero import InvalidJobError, Launcher, SparkSubmitEngine
@@ -120,7 +121,7 @@ def test_a_submission_that_fails_is_recorded_with_its_cause(tmp_path: Path, name
     launcher = Launcher(2, engine=Broken("spark://head:7077"), store=tmp_path, run_id="one")
     with pytest.raises(FileNotFoundError):
         getattr(launcher, name)(len, "abc")
-    found = launcher.find()
+    found = find(launcher)
     assert found is not None
     assert found.status().state == "failed"
     assert "could not be started: FileNotFoundError: spark-submit" in str(found.status().error)
@@ -130,7 +131,7 @@ def test_an_interrupted_submission_leaves_no_run_that_waits_for_its_driver(tmp_p
     launcher = Launcher(2, engine=Interrupted("spark://head:7077"), store=tmp_path, run_id="one")
     with pytest.raises(KeyboardInterrupt):
         launcher.submit(len, "abc")
-    found = launcher.find()
+    found = find(launcher)
     assert found is not None
     assert found.status().state == "cancelled"
     assert "interrupted by KeyboardInterrupt before the driver started" in str(found.status().error)

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from tests.conftest import ROOT, is_alive
+from tests.conftest import ROOT, find, is_alive
 from tests.protocol.channel.conftest import Received, until
 
 import rankzero
@@ -189,7 +189,7 @@ def test_a_returned_path_that_goes_with_the_run_is_named(launcher: Launcher, tmp
     launcher = launcher.options(num_processes=1, run_id="one")
     value = launcher.run(returns_a_temporary_file, str(tmp_path))
     assert not os.path.exists(value[0])
-    handle = launcher.find()
+    handle = find(launcher)
     assert handle
     named = [line for line in handle.logs(rank=0) if "is deleted with the run" in line]
     assert [value[0] in line for line in named] == [True]

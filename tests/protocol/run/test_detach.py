@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rankzero import Launcher, RunCancelledError
+from rankzero.pipeline import open_run
 from rankzero.run.tries import detaching
 
 LOG = logging.getLogger(__name__)
@@ -106,6 +107,6 @@ def test_a_training_without_an_identity_is_asked_for_it_once(
     step = Step(False, Run())
     step.is_followed_by_another = False
     launcher = launcher.options(num_processes=1, run_id="one")
-    with launcher.durable(abs, (Unidentified(),), {}, step, LOG) as opened:
-        assert opened.handle.result() == 0
+    with open_run(launcher, abs, (Unidentified(),), {}, step, LOG) as handle:
+        assert handle.result() == 0
     assert sum("cannot be compared" in record.getMessage() for record in caplog.records) == 1
