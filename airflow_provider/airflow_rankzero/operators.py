@@ -258,7 +258,7 @@ class TorchDistributorOperator(BaseOperator):
             follower = {**task_try.receiver, _GENERATION: task_try.generation}
             attempt(self.log, "the record of the deferral", lambda: handle.offer(follower), None)
             self.defer(
-                trigger=RunTrigger(handle.directory, handle.nonce, self.conn_id, self.log_ranks, handle.attached),
+                trigger=RunTrigger(handle.directory, handle.job.nonce, self.conn_id, self.log_ranks, handle.attached),
                 method_name="execute_complete",
                 timeout=self.execution_timeout,
             )
@@ -277,7 +277,7 @@ class TorchDistributorOperator(BaseOperator):
             self.log.warning("the connection's secrets cannot be masked: %s", type(problem).__name__)
         task_try = TaskTry(context["ti"])
         handle: RunHandle[Any] = RunHandle.attach(event["directory"])
-        if handle.nonce != event["nonce"] or not handle.status().final or task_try.is_replaced(handle):
+        if handle.job.nonce != event["nonce"] or not handle.status().final or task_try.is_replaced(handle):
             return self._execute(context)
         push_links(task_try.ti, spark_ui=handle.status().engine_url, directory=handle.directory)
         return self._deliver(context, handle)

@@ -41,7 +41,7 @@ class RunTrigger(BaseTrigger):
 
     Args:
         directory: The run directory, which the triggerer must be able to read and to write.
-        nonce: `RunHandle.nonce` of the submission that this trigger follows; it must neither deliver nor end another.
+        nonce: The nonce of the submission that this trigger follows; it must neither deliver nor end another.
         conn_id: The task's connection, whose secrets are masked in the lines; None if it has none.
         log_ranks: Ranks whose lines are shown; None for all.
         attached: True if an earlier try has shown lines of this training.
@@ -86,7 +86,7 @@ class RunTrigger(BaseTrigger):
     def _attach(self) -> RunHandle[Any]:
         """Returns the run. Raises RunNotFoundError if it was submitted again, because another try has it then."""
         handle = RunHandle[Any].attach(self.directory)
-        if handle.nonce != self.nonce:
+        if handle.job.nonce != self.nonce:
             raise RunNotFoundError(f"the run in {self.directory} was submitted again")
         return handle
 

@@ -212,7 +212,7 @@ def _check_owner(before: RunHandle[Any], step: Step) -> None:
     Two re-executions at the same time, or one and a retry of the first run, must not end each other's training. What
     Dagster raises if it cannot be queried fails this try: the next one queries it again.
     """
-    owner = {**before.labels, **before.delivery().receiver}
+    owner = {**before.job.labels, **before.delivery().receiver}
     if owner["generation"] == step.generation or before.status().final or step.has_ended(owner["dagster_run"]):
         return
     raise dg.Failure(

@@ -357,7 +357,7 @@ def test_a_try_whose_run_is_ended_for_a_cleared_one_resumes_the_training(
 
     def end_cleared() -> None:
         until(lambda: airflow.state() == "running" and airflow.follows(), WAIT, "the next try")
-        trigger = RunTrigger(handle.directory, handle.nonce)
+        trigger = RunTrigger(handle.directory, handle.job.nonce)
         trigger.task_instance = SimpleNamespace(
             id="of-the-first-try", try_number=1, dag_id="d", task_id="train", run_id="r", map_index=-1
         )

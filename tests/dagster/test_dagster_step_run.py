@@ -102,14 +102,14 @@ def test_no_run_ends_the_training_of_a_re_execution_that_is_running(
             with open_step(other, "of three"):
                 pass
         assert not refused.value.allow_retries
-        assert not first.handle.status().final
+        assert not first.status().final
         with open_step(replace(again, number=1), "of its retry") as retried:
-            assert retried.handle.submission == 0
+            assert retried.submission == 0
         # No step of that run follows it any more.
         unfinished.discard("two")
         with open_step(other, "of two") as attached:
-            assert attached.handle.directory == first.handle.directory
-            assert attached.handle.submission == 0
+            assert attached.directory == first.directory
+            assert attached.submission == 0
 
 
 def test_an_instance_that_cannot_be_queried_is_no_running_owner(
@@ -128,7 +128,7 @@ def test_an_instance_that_cannot_be_queried_is_no_running_owner(
             # The step fails with Dagster's error, and so is tried again.
             with pytest.raises(Down), open_step(replace(step, dagster_run="two", generation="two")):
                 pass
-        assert not first.handle.status().final
+        assert not first.status().final
 
 
 def test_the_last_try_is_not_survived_for_long_by_what_it_attached_to(
@@ -139,10 +139,10 @@ def test_the_last_try_is_not_survived_for_long_by_what_it_attached_to(
     with open_step(step) as handle:
         pass
     with open_step(replace(step, number=1, is_retried=False)) as attached:
-        assert attached.handle.directory == handle.handle.directory
+        assert attached.directory == handle.directory
     # A process that was killed says nothing; neither does a block that ends before the run.
-    until(lambda: handle.handle.status().final, 60, "the end of the training")
-    assert handle.handle.status().state == "cancelled"
+    until(lambda: handle.status().final, 60, "the end of the training")
+    assert handle.status().state == "cancelled"
 
 
 @pytest.mark.parametrize(
@@ -155,8 +155,8 @@ def test_a_second_training_of_a_name_is_refused(step: Step, open_step: Open, nam
             refused = open_step(step, *args, context=this_try, name=name)
             with pytest.raises(InvalidJobError, match=rf"{told}: .*options\(name="), refused:
                 pass
-        assert not first.handle.status().final
-        assert first.handle.submission == 0
+        assert not first.status().final
+        assert first.submission == 0
 
 
 def test_the_step_s_log_has_the_address_of_the_spark_ui_while_ranks_train(

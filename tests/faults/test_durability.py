@@ -83,7 +83,7 @@ def test_a_run_that_was_asked_to_end_is_not_attached_to(single: Launcher, tmp_pa
     assert single.submit(count_and_wait, str(tmp_path)).submission == 0
     handle.cancel()
     again = single.options(labels={"asks": "again"}).submit(count_and_wait, str(tmp_path))
-    assert again.labels == {"asks": "again"}
+    assert again.job.labels == {"asks": "again"}
     assert again.submission == 1
     (tmp_path / "go").touch()
     assert again.result(WAIT) == "attempt 1"
@@ -309,7 +309,7 @@ def test_a_driver_that_comes_too_late_leaves_the_run_alone(single: Launcher, tmp
     handle = single.submit(count_and_wait, str(tmp_path))
     assert handle.result(WAIT) == "attempt 0"
     command = [sys.executable, "-c", "from rankzero.driver.main import main; main()", handle.directory, "--submission"]
-    private = json.dumps({"env": {}, "engine": {}, "nonce": handle.nonce})
+    private = json.dumps({"env": {}, "engine": {}, "nonce": handle.job.nonce})
     for _ in range(2):
         late = subprocess.run([*command, "0"], input=private, capture_output=True, text=True, timeout=WAIT)
         assert "has a driver already" in late.stderr

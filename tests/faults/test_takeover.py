@@ -88,7 +88,7 @@ from rankzero import Launcher
 for line in sys.stdin:
     store, name = line.split()
     handle = Launcher(1, store=store, run_id=name).submit(max, 1, 2)
-    print(handle.nonce, handle.result(), flush=True)
+    print(handle.job.nonce, handle.result(), flush=True)
 """
 
 
@@ -109,7 +109,7 @@ def test_of_two_submitters_that_come_at_once_one_starts_the_run(launcher: Launch
             answers = {submitter.stdout.readline() for submitter in submitters if submitter.stdout}
             handle = find(launcher.options(run_id=f"run-{number}"))
             assert handle
-            assert answers == {f"{handle.nonce} 2\n"}
+            assert answers == {f"{handle.job.nonce} 2\n"}
             assert set(handle.own.run.names()) == {"0.json", handle.own.name}
     finally:
         for submitter in submitters:

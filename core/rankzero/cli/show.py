@@ -20,11 +20,10 @@ from rankzero.options import TABLE
 from rankzero.report import serve as served
 from rankzero.report.card import duration
 from rankzero.report.summary import usage
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import LINES, RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.identity import describe
 from rankzero.run.listing import UNKNOWN, Listed, find_run, list_runs
-from rankzero.run.names import LINES
 from rankzero.run.output import Line, parsed
 from rankzero.run.status import STATES, RunStatus
 

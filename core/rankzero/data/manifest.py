@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rankzero.errors import InvalidJobError
-from rankzero.run.names import DATASETS_FILE
+from rankzero.run.directory import DATASETS_FILE
 
 FILE = DATASETS_FILE
 """Name of the file in a submission's folder that holds the manifests by name of the dataset."""

@@ -33,9 +33,8 @@ from rankzero.errors import (
     WorkerFailedError,
 )
 from rankzero.masking import Mask, secrets_of, without_credentials
-from rankzero.run.directory import Submission
+from rankzero.run.directory import EVENTS, REPORT_FILE, Submission
 from rankzero.run.handle import RunHandle
-from rankzero.run.names import EVENTS, REPORT_FILE
 from rankzero.run.output import events_of
 from rankzero.threads import ActionThread, Flag, in_thread, reply_of
 from rankzero.tracking.tracker import Tracker

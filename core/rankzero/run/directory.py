@@ -12,6 +12,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -22,9 +23,19 @@ from rankzero import bounds, store
 from rankzero.errors import RunNotFoundError
 from rankzero.host.processes import this_process
 from rankzero.job import Job
-from rankzero.run.names import DATASETS, OF_SUBMISSION, REPORT_FILE, SUBMISSIONS
 from rankzero.run.status import RunStatus
 from rankzero.values.pickled import Part
+
+SUBMISSIONS = "submissions"  # The folder of all submissions
+_OF_SUBMISSION = re.compile(r"([0-9]+)(?:\.json|-[0-9a-f]+)")  # The job there, which is its claim, and its folder
+REPORT_FILE = "report.html"  # The report, which shows the run in a browser, in the run directory itself
+
+# In the folder of a submission:
+EVENTS = "events.jsonl"
+LINES = "lines"  # The lines of all ranks, each as ``[rank] time text``
+DRIVER_LOG = "driver.log"  # The output of a driver with a process of its own, and of its JVM; not on an object store
+DATASETS_FILE = "datasets.json"  # The manifests of the datasets that the ranks read, by name
+TABLES = "tables"  # The folder of rows that ranks have written, with a folder for each attempt
 
 _job_from_json = functools.lru_cache(maxsize=4)(Job.from_json)
 """Parses a job. One launch reads the same text a dozen times."""
@@ -51,7 +62,7 @@ class RunDirectory:
     def names(self) -> list[str]:
         """Returns the names of all jobs and folders of submissions."""
         with contextlib.suppress(NotADirectoryError):
-            return [name for name in store.list_names(self.path(SUBMISSIONS)) if OF_SUBMISSION.fullmatch(name)]
+            return [name for name in store.list_names(self.path(SUBMISSIONS)) if _OF_SUBMISSION.fullmatch(name)]
         return []
 
     def numbers(self) -> list[int]:
@@ -116,7 +127,7 @@ class RunDirectory:
         known = {SUBMISSIONS, REPORT_FILE}
         names = [name for name in store.list_names(self.directory) if not (name in known or store.is_unfinished(name))]
         below = [name for name in store.list_names(self.path(SUBMISSIONS)) if not store.is_unfinished(name)]
-        return names + [f"{SUBMISSIONS}/{name}" for name in below if not OF_SUBMISSION.fullmatch(name)]
+        return names + [f"{SUBMISSIONS}/{name}" for name in below if not _OF_SUBMISSION.fullmatch(name)]
 
     def is_own(self) -> bool:
         """Returns True if rankzero has made this directory."""
@@ -163,7 +174,7 @@ class Submission:
 
     def new_dataset(self, name: str) -> str:
         """Returns an unused location for the rows of a dataset."""
-        return self.path(DATASETS, f"{name}-{secrets.token_hex(4)}")
+        return self.path("datasets", f"{name}-{secrets.token_hex(4)}")
 
     def write_files(self, files: Mapping[str, list[Part]]) -> None:
         """Makes the folder and writes the files that a driver needs beside the job."""

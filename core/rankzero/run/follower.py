@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from rankzero.errors import WorkerFailedError, error_from_json
+from rankzero.run.directory import LINES
 from rankzero.run.handle import RunHandle
-from rankzero.run.names import LINES
 from rankzero.run.output import level_of, parsed
 from rankzero.run.printing import print_line
 from rankzero.run.status import RunStatus

@@ -14,10 +14,9 @@ from rankzero import store
 from rankzero.errors import RankZeroError, ResultError, error_from_json, located
 from rankzero.job import Job
 from rankzero.run.checkpoints import Manifest, list_committed
-from rankzero.run.directory import Delivery, RunDirectory, Submission, bound_of
+from rankzero.run.directory import EVENTS, LINES, Delivery, RunDirectory, Submission, bound_of
 from rankzero.run.growing import Stream
 from rankzero.run.lease import interval_of
-from rankzero.run.names import EVENTS, LINES
 from rankzero.run.observer import Observer, OwnDriver
 from rankzero.run.output import Line, events_of, parsed
 from rankzero.run.reports import as_row
@@ -77,11 +76,6 @@ class RunHandle(Observer, Generic[R]):
             return RunHandle(os.fspath(directory), follows=follows)
 
     @property
-    def labels(self) -> dict[str, str]:
-        """Returns the `Launcher.labels` of the submission."""
-        return dict(self.job.labels)
-
-    @property
     def params(self) -> dict[str, Any]:
         """Returns the arguments by name, as short plain values, for people and trackers.
 
@@ -99,11 +93,6 @@ class RunHandle(Observer, Generic[R]):
     def submission(self) -> int:
         """Returns the number of the submission, from 0."""
         return self.job.submission
-
-    @property
-    def nonce(self) -> str:
-        """Returns random digits that identify the submission, also after the directory was removed and reused."""
-        return self.job.nonce
 
     @property
     def training(self) -> str:

@@ -18,8 +18,7 @@ from rankzero import bounds, store
 from rankzero.bounds import CLOCK_SKEW, DRIVER_DEAD_AFTER, STORE_OUTAGE
 from rankzero.errors import EngineError, RunCancelledError, RunNotFoundError
 from rankzero.host.processes import STOPPED, caught_signals, is_gone, process_namespace, process_state
-from rankzero.run.directory import Submission
-from rankzero.run.names import DRIVER_LOG
+from rankzero.run.directory import DRIVER_LOG, Submission
 from rankzero.run.status import RunStatus
 
 CANCEL = signal.SIGUSR1

@@ -18,8 +18,7 @@ from typing import Any
 from rankzero import store
 from rankzero.errors import RunNotFoundError
 from rankzero.kinds import SECONDS
-from rankzero.run.directory import RunDirectory, Submission
-from rankzero.run.names import DATASETS_FILE, SUBMISSIONS
+from rankzero.run.directory import DATASETS_FILE, SUBMISSIONS, RunDirectory, Submission
 from rankzero.run.observer import Observer
 
 REMOVAL_CLAIM_TIMEOUT = 3600.0  # Seconds for which a submission may be unwritten: the upload of its payload takes time

@@ -18,9 +18,8 @@ from rankzero.bounds import CANCEL_TIMEOUT
 from rankzero.errors import EngineError, RankZeroError, located
 from rankzero.host.processes import describe_process, fork_safe, unnamed_file
 from rankzero.job import Job
-from rankzero.run.directory import Submission
+from rankzero.run.directory import DRIVER_LOG, Submission
 from rankzero.run.handle import RunHandle
-from rankzero.run.names import DRIVER_LOG
 from rankzero.run.observer import signal_cancel
 from rankzero.submit.start import Request, record_end
 from rankzero.threads import in_thread
