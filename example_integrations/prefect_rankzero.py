@@ -109,7 +109,7 @@ def train(function: Callable[..., Any], *args: Any, launcher: Launcher, **kwargs
     log = get_run_logger()
     launcher = launcher.options(run_id=name, orphan_timeout=lease.lease(delay))
     with open_run(launcher, function, args, kwargs, step, log) as handle:
-        for event in Follower(handle, attached=handle.attached).follow():
+        for event in Follower(handle).follow():
             if isinstance(event, LineWritten):
                 log.info("%s", event.text)
             elif isinstance(event, MetricsReported):

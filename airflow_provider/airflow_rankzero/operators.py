@@ -249,7 +249,7 @@ class TorchDistributorOperator(BaseOperator):
             "continues without a follower, s": launcher.orphan_timeout if task_try.is_followed_by_another else None,
         }
         tries.show(self.log, "Training run", facts)
-        task_log = TaskLog(handle, task_try, self, attached=handle.attached)
+        task_log = TaskLog(handle, task_try, self)
         if self.deferrable and not handle.status().final:
             task_log.detach_if_killed()
             from airflow_rankzero.triggers import RunTrigger
@@ -258,7 +258,7 @@ class TorchDistributorOperator(BaseOperator):
             follower = {**task_try.receiver, _GENERATION: task_try.generation}
             attempt(self.log, "the record of the deferral", lambda: handle.offer(follower), None)
             self.defer(
-                trigger=RunTrigger(handle.directory, handle.job.nonce, self.conn_id, self.log_ranks, handle.attached),
+                trigger=RunTrigger(handle.directory, handle.job.nonce, self.conn_id, self.log_ranks),
                 method_name="execute_complete",
                 timeout=self.execution_timeout,
             )

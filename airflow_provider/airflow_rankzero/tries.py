@@ -225,17 +225,14 @@ def _exit_by(signum: int) -> None:
 
 
 class TaskLog:
-    """Shows a run in the log of its task, to its end or until ``operator.is_killed``: Airflow ends the process.
+    """Shows a run in the log of its task, to its end or until ``operator.is_killed``: Airflow ends the process."""
 
-    An earlier try has shown lines of a run that is ``attached``.
-    """
-
-    def __init__(self, handle: RunHandle[Any], task_try: TaskTry, operator: Any, *, attached: bool) -> None:
+    def __init__(self, handle: RunHandle[Any], task_try: TaskTry, operator: Any) -> None:
         # Imported here, since a DAG file that is only parsed does not need it.
         from rankzero.pipeline import Follower
 
         self._handle = handle
-        self._follower = Follower(handle, ranks=operator.log_ranks, attached=attached)
+        self._follower = Follower(handle, ranks=operator.log_ranks)
         self._try = task_try
         self._operator = operator
         self._log = operator.log

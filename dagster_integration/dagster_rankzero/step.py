@@ -234,7 +234,7 @@ def follow(
     Yields the last value of each of rank 0's metrics, whenever they have changed, at least ``interval`` seconds apart,
     and more as the run grows old. None yields no metrics.
     """
-    follower = Follower(handle, ranks=log_ranks, attached=handle.attached)
+    follower = Follower(handle, ranks=log_ranks)
     latest: dict[str, Any] = {}
     shown: dict[str, Any] = {}
     started = next_at = time.monotonic()

@@ -156,7 +156,7 @@ def test_a_replaced_submission_whose_rows_nobody_reads_goes_and_its_handle_finds
     store.write_bytes(last.path(FILE), to_bytes({"train": rows}))
     handle = RunHandle[Any](first.run.directory, job=first.job)
     assert handle.status().state == "failed"
-    assert [removed.directory for removed in collect(root, MONTH).replaced] == [first.directory]
+    assert [removed.directory for removed in collect(root, MONTH).removed] == [first.directory]
     with pytest.raises(RunNotFoundError, match="was removed"):
         handle.status()
 
@@ -206,14 +206,7 @@ def test_a_run_that_another_collector_removes_meanwhile_is_no_problem(
 
 
 def test_a_store_that_is_not_there_is_empty(root: str) -> None:
-    assert collect(root + "/nowhere", MONTH).to_json() == {
-        "removed": [],
-        "kept": 0,
-        "problems": {},
-        "dry_run": False,
-        "replaced": [],
-        "size": 0,
-    }
+    assert collect(root + "/nowhere", MONTH).to_json() == {"removed": [], "kept": 0, "problems": {}, "size": 0}
 
 
 @pytest.mark.parametrize("older_than", [0, -1.0, "30d"])

@@ -36,15 +36,15 @@ def test_a_fresh_training_leaves_the_checkpoints_of_the_one_before(
     assert len(list_committed(folders)) == 3 * len(list_committed(folders[-1:]))
 
     root, now = str(Path(folders[0]).parents[2]), time.time()
-    assert collect(root, DAY, now=now).replaced == []
+    assert collect(root, DAY, now=now).removed == []
     # The run itself is younger than that, by its end.
     last = find(launcher)
     assert last
     status = last.status()
     last.own.write_status(status.__class__(**{**vars(status), "ended": now + 10 * DAY}))
     would = collect(root, DAY, dry_run=True, now=now + 2 * DAY)
-    assert [removed.directory for removed in would.replaced] == folders[:-1]
-    assert {removed.state for removed in would.replaced} == {REPLACED}
+    assert [removed.directory for removed in would.removed] == folders[:-1]
+    assert {removed.state for removed in would.removed} == {REPLACED}
     assert would.size > 0
     collect(root, DAY, now=now + 2 * DAY)
     assert [Path(folder).is_dir() for folder in folders] == [False, False, True]

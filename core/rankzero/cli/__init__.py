@@ -82,15 +82,11 @@ def gc(ctx: click.Context, store: str | None, older_than: float, dry_run: bool, 
     if as_json:
         words.print_json(collection.to_json())
     else:
-        for removed in [*collection.removed, *collection.replaced]:
+        for removed in collection.removed:
             since = words.moment(removed.since)
             click.echo(f"{since}  {removed.state:<9}  {words.size(removed.size):>9}  {removed.directory}")
         done = "would remove" if dry_run else "removed"
-        click.echo(
-            f"{done} {len(collection.removed)} of {len(collection.removed) + collection.kept} run directories, "
-            + (f"{len(collection.replaced)} replaced submissions, " if collection.replaced else "")
-            + words.size(collection.size)
-        )
+        click.echo(f"{done} {len(collection.removed)}, {words.size(collection.size)}; {collection.kept} runs stay")
     for directory, problem in collection.problems.items():
         click.echo(f"Error: {directory}: {problem.splitlines()[0]}", err=True)
     if collection.problems:

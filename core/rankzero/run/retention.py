@@ -44,16 +44,14 @@ class Removed:
 class Collection:
     """The result of `collect`."""
 
-    removed: list[Removed] = field(default_factory=list)  # The removed directories, in the order of their names
+    removed: list[Removed] = field(default_factory=list)  # In the order of the names of runs
     kept: int = 0  # Number of run directories that were kept
     problems: dict[str, str] = field(default_factory=dict)  # Errors of what could not be read or removed, by directory
-    dry_run: bool = False  # True if nothing was removed
-    replaced: list[Removed] = field(default_factory=list)  # Submissions of kept runs that later ones have replaced
 
     @property
     def size(self) -> int:
         """Returns the size in bytes of everything that was removed, or that a dry run would remove."""
-        return sum(removed.size for removed in [*self.removed, *self.replaced])
+        return sum(removed.size for removed in self.removed)
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain JSON values, with the total ``size``, for a log or an XCom."""
@@ -77,7 +75,7 @@ def collect(
         now: Unix time from which ages are measured; None is the current time.
 
     Returns:
-        The removed directories, and the errors of others. An error in one directory does not stop the collection.
+        What was removed, and errors by directory, which do not stop the collection.
 
     Raises:
         InvalidJobError: ``older_than`` is not a positive number of seconds.
@@ -91,8 +89,7 @@ def collect(
     SECONDS.check("older_than", older_than)
     now = time.time() if now is None else now
     root = store.normalize(location)
-    result = Collection(dry_run=dry_run)
-    kept = 0
+    result, kept = Collection(), 0
     for name in store.list_names(root):
         directory = store.join(root, name)
         run = RunDirectory(directory)
@@ -108,7 +105,7 @@ def collect(
                     continue
             kept += state not in (HALF_REMOVED, TOMBSTONE)
             if state not in (ABANDONED, HALF_REMOVED, TOMBSTONE):
-                result.replaced.extend(_remove_replaced(run, now - older_than, dry_run))
+                result.removed.extend(_remove_replaced(run, now - older_than, dry_run))
         except Exception as error:
             with contextlib.suppress(Exception):
                 if isinstance(error, (FileNotFoundError, RunNotFoundError)) and not run.is_own():

@@ -59,13 +59,6 @@ def test_its_size_is_that_of_its_rows_in_memory(tmp_path: Path) -> None:
     assert manifest_of_path(str(tmp_path / "table"), "train").row_size == pytest.approx(104, rel=0.1)
 
 
-def test_an_older_version_is_read_by_its_path(table: str, launcher: Launcher) -> None:
-    old = launcher.options(num_processes=1, dataset=f"{table}@v0").run(seen)
-    assert old == expected(range(100))
-    with pytest.raises(InvalidJobError, match="9"):
-        manifest_of_path(f"{table}@v9", "train")
-
-
 def test_rows_that_were_deleted_are_not_read(table: str, launcher: Launcher) -> None:
     before = manifest_of_path(table, "train")
     deltalake.DeltaTable(table).delete("id % 10 = 3")
