@@ -217,18 +217,6 @@ class Submission:
         """Returns the text by which an agent recognizes the folder."""
         return store.read_bytes(self.path("driver")).decode()
 
-    def record_starting(self, process: dict[str, Any]) -> None:
-        """Records the process that was started as the driver (`describe_process`), for readers on this host."""
-        if not self.is_remote:
-            store.write_bytes(self.path("starting"), json.dumps(process).encode())
-
-    def starting(self) -> dict[str, Any] | None:
-        """Returns the process that was started as the driver; None if that is not recorded."""
-        with contextlib.suppress(OSError, ValueError):
-            found: dict[str, Any] | None = None if self.is_remote else json.loads(self._find("starting") or b"null")
-            return found
-        return None
-
     # -- status and end --------------------------------------------------------------------------
 
     def status(self) -> RunStatus:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from rankzero import bounds, store
 from rankzero.bounds import CLOCK_SKEW, DRIVER_DEAD_AFTER, STORE_OUTAGE
 from rankzero.errors import EngineError, RunCancelledError, RunNotFoundError
-from rankzero.host.processes import STOPPED, caught_signals, is_gone, process_namespace, process_state
+from rankzero.host.processes import STOPPED, caught_signals, process_namespace, process_state
 from rankzero.run.directory import DRIVER_LOG, Submission
 from rankzero.run.status import RunStatus
 
@@ -152,19 +152,11 @@ class Observer:
             lives = self._driver.poll() is None
             if status.driver_pid is None or status.driver_thread:
                 return lives
-        if status.driver_pid is None and (process := self._starting()):
-            status = replace(status, **{f"driver_{fact}": process[fact] for fact in ("pid", "start", "namespace")})
+        job = self.own.job
+        if status.driver_pid is None and job.owner and not job.queue_time:
+            # Before the driver's first status: the run ends with its owner.
+            status = replace(status, **{f"driver_{fact}": job.owner[fact] for fact in ("pid", "start", "namespace")})
         return process_lives(status)
-
-    def _starting(self) -> dict[str, Any] | None:
-        """Returns the process that is the driver or starts it, before the driver's first status; None if unknown."""
-        own = self.own
-        if (found := own.starting()) or own.job.queue_time:
-            # Nothing is known about a driver that a cluster starts, which may never happen.
-            return found
-        # A submitter that lives may have started none. On an object store it does not record that it has.
-        submitter = own.job.submitter
-        return own.job.owner or (submitter if submitter and not own.is_remote and is_gone(submitter) else None)
 
     def _driver_died(self, status: RunStatus) -> bool:
         is_silent = self._is_silent(status)

@@ -4,7 +4,8 @@ Code and arguments are packed first, since files may change meanwhile. Then it i
 run; rows of DataFrames are computed only if the training starts or resumes. A submitter writes the files of its
 submission into a folder that no other one has, then creates the job, which is the claim of its number: of two
 submitters one wins, and the other looks again. One that dies before that leaves garbage. After it and before the
-driver's first heartbeat, the run counts as one whose driver died, and the next submission continues it.
+driver's first heartbeat, the run counts as one whose driver died as soon as a heartbeat is overdue or its owner has
+exited, and the next submission continues it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rankzero import store
 from rankzero.data.manifest import FILE, to_bytes
 from rankzero.engines.base import Engine
 from rankzero.errors import EngineError, InvalidJobError, RankZeroError, RunCancelledError, RunNotFoundError, located
-from rankzero.host.processes import describe_process, this_process
+from rankzero.host.processes import describe_process
 from rankzero.job import Job
 from rankzero.kinds import NumProcesses
 from rankzero.run.directory import RunDirectory, Submission
@@ -135,7 +136,6 @@ class Submitter:
             name=payload.name,
             engine=engine.to_spec()[0],
             params=params_of(payload.training, args, kwargs, request.env),
-            submitter=this_process(),
         )
         engine.check(job)
         engine.check_store(request.root)
