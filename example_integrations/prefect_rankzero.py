@@ -25,7 +25,7 @@ from prefect.states import AwaitingRetry, State
 
 from rankzero import Launcher
 from rankzero.errors import InvalidJobError, RankZeroError
-from rankzero.pipeline import Follower, LineWritten, MetricsReported, attempt, lease, may_retry, open_run, plain
+from rankzero.pipeline import Follower, LineWritten, MetricsReported, attempt, may_retry, open_run, plain, tries
 
 CRASH_UNNOTICED = 60.0
 """Seconds after which Prefect notices that the process of a flow run has died."""
@@ -107,7 +107,7 @@ def train(function: Callable[..., Any], *args: Any, launcher: Launcher, **kwargs
     name = f"{context.flow_run.id}-{this.task.name}"
     delay = max(context.flow.retry_delay_seconds or 0.0, CRASH_UNNOTICED)
     log = get_run_logger()
-    launcher = launcher.options(run_id=name, orphan_timeout=lease.lease(delay))
+    launcher = launcher.options(run_id=name, orphan_timeout=tries.lease(delay))
     with open_run(launcher, function, args, kwargs, step, log) as handle:
         for event in Follower(handle).follow():
             if isinstance(event, LineWritten):

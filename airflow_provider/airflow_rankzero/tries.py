@@ -28,7 +28,7 @@ from airflow_rankzero._compat import (
 )
 from airflow_rankzero.links import push_links
 from rankzero.errors import RankZeroError, RunCancelledError
-from rankzero.pipeline import lease as leases
+from rankzero.pipeline import tries as try_rules
 
 if TYPE_CHECKING:
     from airflow.sdk import BaseOperator
@@ -140,13 +140,13 @@ class TaskTry:
 
 def lease(task: BaseOperator, ti: Any, *, deferred: bool) -> float:
     """Returns the seconds without a follower in which Airflow notices the death of a try, and starts the next one."""
-    least = leases.DETACHED_LEASE if deferred else leases.SCHEDULING_SLACK
+    least = try_rules.DETACHED_LEASE if deferred else try_rules.SCHEDULING_SLACK
     if not TaskTry(ti).is_retried:
         return least
     unnoticed = conf.getint("scheduler", "task_instance_heartbeat_timeout", fallback=300)
     rules = getattr(getattr(task, "retry_policy", None), "rules", ())
     delays = [rule.retry_delay.total_seconds() for rule in rules if rule.retry_delay is not None]
-    return leases.lease(max(_own_delay(task, ti.max_tries), *delays, 0.0), unnoticed=unnoticed, least=least)
+    return try_rules.lease(max(_own_delay(task, ti.max_tries), *delays, 0.0), unnoticed=unnoticed, least=least)
 
 
 def _own_delay(task: BaseOperator, tries: int) -> float:
@@ -160,7 +160,7 @@ def _own_delay(task: BaseOperator, tries: int) -> float:
     bound = task.max_retry_delay or MAX_RETRY_DELAY
     longest = bound.total_seconds() if isinstance(bound, timedelta) else float(bound)
     # Airflow adds up to as much again, by chance.
-    return min(longest, leases.longest_delay(delay, 2 * leases.power(factor, max(0, tries - 1)), longest))
+    return min(longest, try_rules.longest_delay(delay, 2 * try_rules.power(factor, max(0, tries - 1)), longest))
 
 
 def state_of(ti: Any, ask: Callable[..., dict[str, Any]]) -> str | None:

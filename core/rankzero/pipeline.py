@@ -5,14 +5,13 @@ An integration (`airflow_rankzero`, `dagster_rankzero`, or one of your own) impo
 
 Open a run
     `PipelineTry` is the protocol by which an integration answers questions about one try of its step.
-    ``open_run(launcher, train, args, kwargs, step, log)`` opens the run of the step: it starts the run, attaches to it,
-    or finds its result, and yields its handle.
+    `open_run` opens the run of a step's training: it starts the run, attaches to it, or finds its result.
 
 Follow it
     `Follower` yields `LineWritten`, `MetricsReported` and `EngineOpened`, and has ended with the run.
 
 Decide about tries
-    `may_retry` says whether another try can help. `lease` computes for how long a run waits for the next try.
+    `may_retry` says whether another try can help. `tries` computes for how long a run waits for the next try.
 
 Deliver the result
     ``RunHandle.offer`` and ``RunHandle.acknowledge`` record who has the result. `plain` decides what an orchestrator's
@@ -42,8 +41,8 @@ if TYPE_CHECKING:
     from rankzero.options import step_options as step_options
     from rankzero.report import curves as curves
     from rankzero.report import page as page
-    from rankzero.run import lease as lease
     from rankzero.run import reports as reports
+    from rankzero.run import tries as tries
     from rankzero.run.follower import EngineOpened as EngineOpened
     from rankzero.run.follower import Follower as Follower
     from rankzero.run.follower import LineWritten as LineWritten
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
     from rankzero.values.ref import map_refs as map_refs
 
 _NAMES = (
-    "store report.curves report.page run.lease run.reports submit.datasets values.plain doctor.examine.examine "
+    "store report.curves report.page run.tries run.reports submit.datasets values.plain doctor.examine.examine "
     "masking.secrets_of options.step_options run.tries.PipelineTry run.tries.attempt run.tries.may_retry "
     "run.follower.EngineOpened run.follower.Follower run.follower.LineWritten run.follower.MetricsReported "
     "launcher.open_run submit.training.check_callable values.ref.map_refs"

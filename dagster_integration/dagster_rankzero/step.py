@@ -26,7 +26,7 @@ from dagster_rankzero.metadata import build_result, describe_error, observe, sin
 from rankzero import InvalidJobError, Launcher, RankZeroError, RunHandle, WorkerFailedError, pipeline
 from rankzero.errors import RunNotFoundError
 from rankzero.pipeline import EngineOpened, Follower, LineWritten, MetricsReported, attempt, may_retry, store
-from rankzero.pipeline import lease as leases
+from rankzero.pipeline import tries as try_rules
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Step:
     @property
     def lease_when_attached(self) -> float | None:
         """Returns the seconds for which a run to which the last try has attached outlives it; None for other tries."""
-        return None if self.is_followed_by_another else leases.LAST_LEASE()
+        return None if self.is_followed_by_another else try_rules.LAST_LEASE()
 
     @property
     def retrier(self) -> int | None:
@@ -238,7 +238,7 @@ def follow(
     latest: dict[str, Any] = {}
     shown: dict[str, Any] = {}
     started = next_at = time.monotonic()
-    next_query = started + leases.QUERY_INTERVAL()
+    next_query = started + try_rules.QUERY_INTERVAL()
     while True:
         for event in follower.poll():
             if isinstance(event, LineWritten):
@@ -251,7 +251,7 @@ def follow(
             return
         now = time.monotonic()
         if step is not None and now >= next_query:
-            next_query = now + leases.QUERY_INTERVAL()
+            next_query = now + try_rules.QUERY_INTERVAL()
             if step.is_terminating():
                 _leave_or_end(handle, step, log)
         if interval is not None and latest != shown and now >= next_at:
@@ -281,7 +281,7 @@ def _leave_or_end(handle: RunHandle[Any], step: Step, log: Any) -> None:
         handle.cancel(reason="the Dagster run has ended or was deleted")
         return
     # Without another try, the driver ends with this process.
-    while not (handle.attached or step.is_followed_by_another or handle.wait(leases.QUERY_INTERVAL())):
+    while not (handle.attached or step.is_followed_by_another or handle.wait(try_rules.QUERY_INTERVAL())):
         if owner != _RETRY and attempt(log, "a query of Dagster", partial(step.has_ended, owner), False):
             break
     raise RankZeroError(f"the Dagster run has ended, and its training is left to {owner}")
@@ -322,11 +322,12 @@ def as_failure(
 def lease(policy: dg.RetryPolicy | None) -> float:
     """Returns the seconds for which a training waits for the next try: the policy's longest delay, and a margin."""
     if policy is None or not policy.delay:
-        return leases.lease(0.0)
+        return try_rules.lease(0.0)
     tries = policy.max_retries
-    growth = {dg.Backoff.EXPONENTIAL: leases.power(2.0, tries) - 1, dg.Backoff.LINEAR: tries, None: 1.0}[policy.backoff]
+    exponential = try_rules.power(2.0, tries) - 1
+    growth = {dg.Backoff.EXPONENTIAL: exponential, dg.Backoff.LINEAR: tries, None: 1.0}[policy.backoff]
     growth *= 2 if policy.jitter is dg.Jitter.PLUS_MINUS else 1
-    return leases.lease(leases.longest_delay(policy.delay, growth))
+    return try_rules.lease(try_rules.longest_delay(policy.delay, growth))
 
 
 def is_at_terminal() -> bool:

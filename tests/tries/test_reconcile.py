@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from rankzero.run.identity import Decision, decide
-from rankzero.run.lease import lease, longest_delay, power
+from rankzero.run.tries import lease, longest_delay, power
 
 ATTACH, DELIVER, RESUME, FRESH = Decision
 

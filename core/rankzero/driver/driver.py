@@ -219,11 +219,6 @@ class DriverThread(threading.Thread):
         finally:
             self._ended.set()
 
-    @property
-    def pid(self) -> int:
-        """The process id of the caller's process."""
-        return os.getpid()
-
     def poll(self) -> int | None:
         """Returns None while the driver runs, then 0, like `subprocess.Popen.poll`."""
         return 0 if self._ended.is_set() else None

@@ -37,6 +37,9 @@ DRIVER_LOG = "driver.log"  # The output of a driver with a process of its own, a
 DATASETS_FILE = "datasets.json"  # The manifests of the datasets that the ranks read, by name
 TABLES = "tables"  # The folder of rows that ranks have written, with a folder for each attempt
 
+RENEWAL_INTERVAL = 10.0  # Most seconds between two renewals of a lease on a disk
+RENEWAL_INTERVAL_REMOTE = 60.0  # The same on an object store, where each is a request
+
 _job_from_json = functools.lru_cache(maxsize=4)(Job.from_json)
 """Parses a job. One launch reads the same text a dozen times."""
 
@@ -285,6 +288,10 @@ class Submission:
         """Renews the lease for ``bound`` seconds; None renews it for the run's ``orphan_timeout``."""
         words = [secrets.token_hex(8), *([] if bound is None else [str(bound)])]
         store.write_bytes(self.path("lease"), " ".join(words).encode())
+
+    def renewal_interval(self, bound: float) -> float:
+        """Returns the seconds between two renewals of a run that ends after ``bound`` seconds without a renewal."""
+        return min(RENEWAL_INTERVAL_REMOTE if self.is_remote else RENEWAL_INTERVAL, bound / 4)
 
     def lease(self) -> bytes:
         """Returns the lease that the last follower wrote; empty if no follower has."""

@@ -16,7 +16,6 @@ from rankzero.job import Job
 from rankzero.run.checkpoints import Manifest, list_committed
 from rankzero.run.directory import EVENTS, LINES, Delivery, RunDirectory, Submission, bound_of
 from rankzero.run.growing import Stream
-from rankzero.run.lease import interval_of
 from rankzero.run.observer import Observer, OwnDriver
 from rankzero.run.output import Line, events_of, parsed
 from rankzero.run.reports import as_row
@@ -174,7 +173,7 @@ class RunHandle(Observer, Generic[R]):
     @property
     def renewal_interval(self) -> float:
         """Seconds after which a follower has to call `renew_lease` again; 0 if the run has no ``orphan_timeout``."""
-        return 0.0 if self._lease is None or not self._follows else interval_of(self.own, self._lease)
+        return 0.0 if self._lease is None or not self._follows else self.own.renewal_interval(self._lease)
 
     def renew_lease(self) -> None:
         """Reports to the driver that the run is followed, as methods that wait for the run or read its lines do."""

@@ -34,10 +34,6 @@ T = TypeVar("T")
 class OwnDriver(Protocol):
     """Interface of a driver that this process started as a child process or a thread."""
 
-    @property
-    def pid(self) -> int:
-        """Returns the id of the driver's process."""
-
     def poll(self) -> int | None:
         """Returns None while the driver lives."""
 
