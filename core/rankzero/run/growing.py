@@ -59,6 +59,7 @@ class Stream:
             at = self.position
             is_last = at.submission == len(self._locations) - 1
             location, until = self._locations[at.submission], end if is_last else None
+            lines: list[str]
             lines, self.position = self._call(functools.partial(self._read, location, at, until))
             if lines or is_last:
                 break
