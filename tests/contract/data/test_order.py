@@ -11,7 +11,7 @@ import torch
 from rankzero.data import order
 from rankzero.data.manifest import File, Manifest, encode_schema
 from rankzero.data.order import Order
-from rankzero.submit.paths import manifest_of_path
+from rankzero.submit.datasets import manifest_of_path
 from rankzero.train import DatasetShard, TrainContext
 
 
