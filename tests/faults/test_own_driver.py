@@ -17,7 +17,7 @@ from tests.runs import submitted
 
 from rankzero import EngineError, Launcher, LocalEngine, RunHandle, bounds
 from rankzero.host.processes import process_namespace, process_start
-from rankzero.run.observer import Observer, process_lives
+from rankzero.run.observer import Observer
 from rankzero.run.status import RunStatus
 from rankzero.submit import durable
 
@@ -43,9 +43,9 @@ def test_a_driver_in_a_thread_is_left_to_its_heartbeat(tmp_path: Path, is_thread
         driver_start=process_start(pid),
         driver_thread=is_thread,
     )
-    assert process_lives(status) is lives
-    ended: Any = SimpleNamespace(poll=lambda: 0)
-    assert Observer(submitted(str(tmp_path / "run")), ended).driver_lives(status) == (not is_thread)
+    own, ended = submitted(str(tmp_path / "run")), SimpleNamespace(poll=lambda: 0)
+    assert Observer(own).driver_lives(status) is lives
+    assert Observer(own, ended).driver_lives(status) == (not is_thread)  # type: ignore[arg-type]
 
 
 def test_a_driver_that_is_stopped_is_not_said_to_have_died(

@@ -1,6 +1,5 @@
 """Which run directories a collection removes, which it leaves, and what its death or a submission does to it."""
 
-import json
 import shutil
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from tests.runs import job, submitted
 from rankzero import InvalidJobError, RunHandle, RunNotFoundError, store
 from rankzero.data.manifest import FILE, Manifest, to_bytes
 from rankzero.run.directory import RunDirectory, Submission
-from rankzero.run.retention import ABANDONED, HALF_REMOVED, REMOVAL_CLAIM_TIMEOUT, collect
+from rankzero.run.retention import ABANDONED, HALF_REMOVED, REMOVAL_CLAIM_TIMEOUT, Collection, collect
 from rankzero.run.status import RunStatus
 from rankzero.submit.existing import claim
 
@@ -55,7 +54,7 @@ def ended(at: float, state: str = "succeeded") -> RunStatus:
 
 def names(root: str) -> list[str]:
     """What lies in the store; object stores have no empty directories, though the one in memory does."""
-    return [name for name in store.list_names(root) if "." in name or store.tree_size(store.join(root, name))]
+    return [name for name in store.list_names(root) if "." in name or store.list_files(store.join(root, name))]
 
 
 def test_what_was_begun_in_this_hour_stays(root: str) -> None:
@@ -103,14 +102,10 @@ def test_only_old_runs_that_ended_are_removed(root: str) -> None:
     assert done == would
     assert done.kept == 4
     assert done.problems == {}
-    assert done.size == sum(removed.size for removed in done.removed)
-    assert all(removed.size > 1100 for removed in done.removed)
-    assert json.loads(json.dumps(done.to_json()))["size"] == done.size
     assert [name for name in names(root) if name not in gone] == sorted(["dead-lately", "live", "young", *others])
     assert [RunDirectory(store.join(root, name)).names() for name in gone] == [["1.json"]] * 4
     collect(root, MONTH, now=NOW + 2 * REMOVAL_CLAIM_TIMEOUT)
     assert names(root) == sorted(["dead-lately", "live", "young", *others])
-    assert store.tree_size(store.join(root, "huggingface")) == 14
     assert collect(root, MONTH).removed == []
     for name in ("service", "half-run"):
         # Long after the last file was written.
@@ -167,7 +162,7 @@ def test_a_driver_that_comes_back_finds_the_end(root: str) -> None:
     assert own.is_lost()
     with pytest.raises(FileNotFoundError):
         own.finish(ended(NOW))
-    assert own.run.find_job() is None
+    assert own.run.newest()[1] is None
 
 
 def test_one_unreadable_directory_stops_no_other(root: str) -> None:
@@ -205,7 +200,7 @@ def test_a_run_that_another_collector_removes_meanwhile_is_no_problem(
 
 
 def test_a_store_that_is_not_there_is_empty(root: str) -> None:
-    assert collect(root + "/nowhere", MONTH).to_json() == {"removed": [], "kept": 0, "problems": {}, "size": 0}
+    assert collect(root + "/nowhere", MONTH) == Collection()
 
 
 @pytest.mark.parametrize("older_than", [0, -1.0, "30d"])
@@ -241,7 +236,7 @@ def test_the_next_collection_finishes_what_a_dead_one_began(root: str, monkeypat
         patch.setattr(store, "remove", die)
         with pytest.raises(Killed):
             collect(root, MONTH)
-    assert run.find_job() is None, "there is no run any more"
+    assert run.newest()[1] is None, "there is no run any more"
     assert len(run.names()) == 2
     (removed,) = collect(root, MONTH).removed
     assert removed.state == HALF_REMOVED

@@ -63,7 +63,7 @@ class RunDirectory:
         return self.path(SUBMISSIONS, f"{number}.json")
 
     def names(self) -> list[str]:
-        """Returns the names of all jobs and folders of submissions."""
+        """Returns the names of all jobs and folders of submissions; empty if rankzero has not made this directory."""
         with contextlib.suppress(NotADirectoryError):
             return [name for name in store.list_names(self.path(SUBMISSIONS)) if _OF_SUBMISSION.fullmatch(name)]
         return []
@@ -87,13 +87,9 @@ class RunDirectory:
         data = store.read_bytes(self.job_path(number))
         return None if data.startswith(_REMOVED) else _job_from_json(data)
 
-    def find_job(self) -> Job | None:
-        """Returns the job of the last submission; None if there is no run. Raises like `newest`."""
-        return self.newest()[1]
-
     def job(self) -> Job:
         """Returns the job of the last submission. Raises RunNotFoundError."""
-        if job := self.find_job():
+        if job := self.newest()[1]:
             return job
         raise RunNotFoundError(f"no run lives in {self.directory}")
 
@@ -131,10 +127,6 @@ class RunDirectory:
         names = [name for name in store.list_names(self.directory) if not (name in known or store.is_unfinished(name))]
         below = [name for name in store.list_names(self.path(SUBMISSIONS)) if not store.is_unfinished(name)]
         return names + [f"{SUBMISSIONS}/{name}" for name in below if not _OF_SUBMISSION.fullmatch(name)]
-
-    def is_own(self) -> bool:
-        """Returns True if rankzero has made this directory."""
-        return bool(self.names())
 
 
 @dataclass(frozen=True)

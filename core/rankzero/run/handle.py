@@ -56,7 +56,6 @@ class RunHandle(Observer, Generic[R]):
         self.job = job or run.job()
         super().__init__(Submission(run, self.job), driver)
         self._follows = follows
-        self._held: float | None = None
         self._lease = self.job.orphan_timeout
         self._renewed = 0.0
 
@@ -178,8 +177,8 @@ class RunHandle(Observer, Generic[R]):
     def renew_lease(self) -> None:
         """Reports to the driver that the run is followed, as methods that wait for the run or read its lines do."""
         if self._follows:
-            # It keeps the bound that another follower has given it.
-            bound = self._held or bound_of(self.own.lease())
+            # It keeps the bound that a follower has given it.
+            bound = bound_of(self.own.lease())
             self.own.renew_lease(bound)
             self._lease = bound or self._lease
 
@@ -188,8 +187,8 @@ class RunHandle(Observer, Generic[R]):
 
         The last follower of a run calls this, since the run would otherwise wait its ``orphan_timeout`` for the next.
         """
-        self._held = bound
-        self.renew_lease()
+        self._lease = bound
+        self.own.renew_lease(bound)
 
     def renew_if_due(self) -> None:
         """Calls `renew_lease` if the last call was `renewal_interval` ago; an error of the store is ignored."""

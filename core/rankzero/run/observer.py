@@ -142,7 +142,12 @@ class Observer:
         return store.patiently(read, seconds, bounds.STORE_RETRY_INTERVAL(), gives_up)
 
     def driver_lives(self, status: RunStatus) -> bool | None:
-        """Returns whether the driver lives; None if this process cannot query it and only the heartbeat decides."""
+        """Returns whether the driver lives; None if this process cannot query it and only the heartbeat decides.
+
+        A process that exists is alive even if the store rejects its heartbeats. A driver that is a thread of a process
+        that may outlive it, such as a notebook, is left to its heartbeat. So is a stopped driver: when that is too old,
+        its agents have ended as well.
+        """
         if self._driver is not None and os.getpid() == self._pid:
             # It also removes a child process that has exited.
             lives = self._driver.poll() is None
@@ -152,7 +157,9 @@ class Observer:
         if status.driver_pid is None and job.owner and not job.queue_time:
             # Before the driver's first status: the run ends with its owner.
             status = replace(status, **{f"driver_{fact}": job.owner[fact] for fact in ("pid", "start", "namespace")})
-        return process_lives(status)
+        if not (state := _process_state(status)):
+            return False if state is None else None
+        return None if status.driver_thread or state in STOPPED else True
 
     def _driver_died(self, status: RunStatus) -> bool:
         is_silent = self._is_silent(status)
@@ -183,19 +190,6 @@ def dead_after(status: RunStatus) -> float:
     A driver that a cluster has not started yet has `RunStatus.queue_time` seconds until its first heartbeat.
     """
     return max(DRIVER_DEAD_AFTER(), _MISSED * status.interval, status.queue_time)
-
-
-def process_lives(status: RunStatus) -> bool | None:
-    """Returns whether the driver lives; None if its process cannot be queried and only the heartbeat decides.
-
-    A process that exists is alive even if the store rejects its heartbeats. A driver that is a thread of a process that
-    may outlive it, such as a notebook, is left to its heartbeat. So is a stopped driver: when that is too old, its
-    agents have ended as well.
-    """
-    state = _process_state(status)
-    if not state or status.driver_pid is None:
-        return False if state is None else None
-    return None if status.driver_thread or state in STOPPED else True
 
 
 def _process_state(status: RunStatus) -> str | None:

@@ -72,7 +72,7 @@ def find(run: RunDirectory) -> RunHandle[Any] | None:
     """
     with storing(run):
         check_owner(run)
-        job = run.find_job()
+        job = run.newest()[1]
     return RunHandle(run.directory, job=job) if job else None
 
 
@@ -174,7 +174,7 @@ def storing(run: RunDirectory) -> Iterator[None]:
 
 def check_writable(run: RunDirectory) -> None:
     """Writes into the store, which may raise. Raises InvalidJobError if the directory holds files of others."""
-    if store.exists(run.directory) and not run.is_own() and (found := run.strangers()):
+    if store.exists(run.directory) and not run.names() and (found := run.strangers()):
         raise InvalidJobError(
             f"{run.directory} holds files of others ({', '.join(sorted(found)[:5])}), so it cannot "
             "become a run directory: choose another run_id or another store"
@@ -198,7 +198,7 @@ def claim(own: Submission, files: Mapping[str, list[Part]]) -> bool:
                 return True
         except FileNotFoundError:
             # The run was removed meanwhile.
-            if own.run.is_own() and store.exists(own.directory):
+            if own.run.names() and store.exists(own.directory):
                 raise
         store.remove(own.directory)
         return False
