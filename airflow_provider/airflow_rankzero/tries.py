@@ -312,6 +312,6 @@ def show(log: Any, title: str, facts: Mapping[str, Any]) -> None:
 
 
 def show_line(log: Any, line: LineWritten) -> None:
-    """Writes a line of a rank, with the level at its beginning; a group that it would open or end is only a text."""
+    """Writes a line of a rank; a group that it would open or end is only a text."""
     # An invisible character within, since Airflow's page searches whole lines.
-    log.log(line.level, "%s", re.sub(r"::(?=(?:end)?group::)", ":\u200b:", line.text))
+    log.info("%s", re.sub(r"::(?=(?:end)?group::)", ":\u200b:", line.text))

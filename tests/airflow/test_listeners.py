@@ -113,7 +113,7 @@ def test_a_mark_ends_no_run_that_was_submitted_after_it(watched: Watched, monkey
     watched.poll()
     after = find(watched.launcher)
     assert after
-    assert after.submission == 1
+    assert after.job.submission == 1
     until(lambda: after.status().state == "running", 60, "the next training")
     assert after.cancelled_for() == {}
 

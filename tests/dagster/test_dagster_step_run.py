@@ -104,12 +104,12 @@ def test_no_run_ends_the_training_of_a_re_execution_that_is_running(
         assert not refused.value.allow_retries
         assert not first.status().final
         with open_step(replace(again, number=1), "of its retry") as retried:
-            assert retried.submission == 0
+            assert retried.job.submission == 0
         # No step of that run follows it any more.
         unfinished.discard("two")
         with open_step(other, "of two") as attached:
             assert attached.directory == first.directory
-            assert attached.submission == 0
+            assert attached.job.submission == 0
 
 
 def test_an_instance_that_cannot_be_queried_is_no_running_owner(
@@ -156,7 +156,7 @@ def test_a_second_training_of_a_name_is_refused(step: Step, open_step: Open, nam
             with pytest.raises(InvalidJobError, match=rf"{told}: .*options\(name="), refused:
                 pass
         assert not first.status().final
-        assert first.submission == 0
+        assert first.job.submission == 0
 
 
 def test_the_step_s_log_has_the_address_of_the_spark_ui_while_ranks_train(

@@ -80,11 +80,11 @@ def test_a_run_id_submitted_by_many_at_once_starts_once(single: Launcher, tmp_pa
 def test_a_run_that_was_asked_to_end_is_not_attached_to(single: Launcher, tmp_path: Path) -> None:
     assert find(single) is None
     handle = start(single, tmp_path)
-    assert single.submit(count_and_wait, str(tmp_path)).submission == 0
+    assert single.submit(count_and_wait, str(tmp_path)).job.submission == 0
     handle.cancel()
     again = single.options(labels={"asks": "again"}).submit(count_and_wait, str(tmp_path))
     assert again.job.labels == {"asks": "again"}
-    assert again.submission == 1
+    assert again.job.submission == 1
     (tmp_path / "go").touch()
     assert again.result(WAIT) == "attempt 1"
 
@@ -190,7 +190,7 @@ def test_the_run_id_of_a_submitter_that_was_killed_before_its_driver_started_is_
     command = [sys.executable, "-c", DYING, str(tmp_path), str(single.store)]
     assert subprocess.run(command, cwd=ROOT, timeout=WAIT).returncode == -signal.SIGKILL
     handle = single.submit(count_and_wait, str(tmp_path))
-    assert handle.submission == 1
+    assert handle.job.submission == 1
     # A driver that started now would exit.
     job = handle.own.run.job_of(0)
     assert job
@@ -214,7 +214,7 @@ def claim(self, job, claim=RunDirectory.claim):
 RunDirectory.claim = claim
 handle = Launcher(store=sys.argv[2], run_id="one").submit(count_and_wait, sys.argv[1])
 open(sys.argv[1] + "/submitted", "w").close()
-print(handle.result(), handle.submission)
+print(handle.result(), handle.job.submission)
 """
 
 
@@ -227,7 +227,7 @@ def test_a_submitter_that_was_held_up_attaches_to_the_run_of_the_one_who_came_af
             until((tmp_path / "held").exists, WAIT, "a submitter that is held up")
             until(lambda: kit.is_stopped(late.pid), WAIT, "its stop")
             handle = start(single, tmp_path)
-            assert handle.submission == 0
+            assert handle.job.submission == 0
             os.kill(late.pid, signal.SIGCONT)
             until(
                 lambda: (tmp_path / "submitted").exists() or late.poll() is not None, WAIT, "the end of its submission"
@@ -266,7 +266,7 @@ def test_a_machine_that_slept_does_not_take_its_driver_for_dead(
     monkeypatch.setattr(time, "time", lambda: now() + 3600.0)
     assert handle.status().state == "running"
     assert RunHandle.attach(handle.directory).status().state == "running"
-    assert single.submit(count_and_wait, str(tmp_path)).submission == 0
+    assert single.submit(count_and_wait, str(tmp_path)).job.submission == 0
     (tmp_path / "go").touch()
     assert handle.result(WAIT) == "attempt 0"
 
@@ -299,7 +299,7 @@ def test_a_dead_driver_whose_clock_was_ahead_is_replaced(
     beat = time.time() + 120.0
     run.write_status(RunStatus("running", heartbeat=beat, interval=0.5, driver_host="elsewhere", driver_pid=1))
     again = single.submit(count_and_wait, str(tmp_path))
-    assert again.submission == 1
+    assert again.job.submission == 1
     assert again.result(WAIT) == "attempt 1"
 
 

@@ -83,7 +83,7 @@ def test_a_driver_that_starts_slowly_is_alive_as_long_as_its_process(
         starting.setattr(sys, "executable", str(slow))
         first = named.submit(max, 1, 2)
     second = named.submit(max, 1, 2)
-    assert second.submission == 0
+    assert second.job.submission == 0
     assert second.status().state != "failed"
     assert RunHandle[int].attach(first.directory).result(WAIT) == 2
 

@@ -60,7 +60,7 @@ def test_a_driver_that_was_stopped_while_another_submission_took_over_harms_noth
         status = old.own.status()
         until(lambda: time.time() - old.own.status().heartbeat > 2 * status.interval, WAIT, "its silence")
         new = launcher.options(env={**(launcher.env or {}), "MARK": "of the next one"}).submit(train, str(tmp_path))
-        assert new.submission == 1
+        assert new.job.submission == 1
         assert wait_until_gone(f"MARK={marker}") in ([], [driver.pid]), "its ranks had ended before"
         assert old.status().final
         left = {manifest.id for manifest in list_committed([old.own.directory])}

@@ -119,7 +119,7 @@ def test_what_differs_has_a_name(helper: Path) -> None:
     after = identity_of(module.scale, (2,), {}, 4)
     compared = compare(before, after)
     assert compared.differing == ("argument x", f"module {helper.stem}_rates", "num_processes")
-    assert describe(compared.differing) == f"num_processes, argument x and module {helper.stem}_rates"
+    assert describe(compared.differing) == f"num_processes, argument x, module {helper.stem}_rates"
     by_version = [identity_of(module.scale, (1,), {}, 2, code_version=version) for version in ("1", "2")]
     assert compare(*by_version).differing == ("code_version",)
     assert compare(before, by_version[0]).differing == ("code_version",)

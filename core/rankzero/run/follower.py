@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from rankzero.errors import WorkerFailedError, error_from_json
 from rankzero.run.directory import LINES
 from rankzero.run.handle import RunHandle
-from rankzero.run.output import level_of, parsed
+from rankzero.run.output import parsed
 from rankzero.run.printing import print_line
 from rankzero.run.status import RunStatus
 
@@ -21,11 +21,6 @@ class LineWritten(NamedTuple):
     """A line that a rank has written, with its ``[rank]`` prefix, or a line about lines that were left out."""
 
     text: str
-
-    @property
-    def level(self) -> int:
-        """The logging level that the line begins with; INFO for none and for DEBUG."""
-        return level_of(self.text)
 
     def show(self, run_id: str) -> None:
         """Writes the line to standard output as the launcher does, by the logger ``rankzero.ranks``."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
 from rankzero import store
-from rankzero.errors import RankZeroError, ResultError, error_from_json, located
+from rankzero.errors import ResultError, error_from_json, located
 from rankzero.job import Job
 from rankzero.run.checkpoints import Manifest, list_committed
 from rankzero.run.directory import EVENTS, LINES, Delivery, RunDirectory, Submission, bound_of
@@ -88,25 +88,12 @@ class RunHandle(Observer, Generic[R]):
         return (job.min_processes and self._patiently(self.own.status).world_size) or job.num_processes
 
     @property
-    def submission(self) -> int:
-        """Returns the number of the submission, from 0."""
-        return self.job.submission
-
-    @property
     def training(self) -> str:
         """Returns the name of the training, which its first submission has given it, and which no other one has."""
         return self.job.earlier[0] if self.job.earlier else self.own.name
 
     def __repr__(self) -> str:
         return f"RunHandle({self.directory!r})"
-
-    def _repr_html_(self) -> str | None:
-        """The run in a notebook: its state, progress and curves."""
-        from rankzero.report.card import draw
-
-        with contextlib.suppress(RankZeroError, OSError):
-            return draw(self)
-        return None
 
     # -- the end of the run ----------------------------------------------------------------------
 

@@ -58,12 +58,10 @@ def compare(before: Mapping[str, str], now: Mapping[str, str], *, automatic: boo
 
 
 def describe(names: tuple[str, ...]) -> str:
-    """Returns names of parts as text, the most important ones first: "train, argument lr and module models"."""
+    """Returns names of parts as text, the most important ones first: "train, argument lr, module models"."""
     ranked = sorted(names, key=lambda name: (name.startswith(MODULE), name.startswith((ARGUMENT, DATASET)), name))
-    shown = ranked[:_MOST_NAMED]
-    if more := len(ranked) - len(shown):
-        shown.append(f"{more} more")
-    return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)
+    more = len(ranked) - _MOST_NAMED
+    return ", ".join(ranked[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 class Decision(enum.Enum):

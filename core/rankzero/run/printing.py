@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 
-from rankzero.run.output import level_of
-
 logger = logging.getLogger(__name__)
 
 _ranks = logging.getLogger("rankzero.ranks")
@@ -56,13 +54,13 @@ def print_line(line: str, run_id: str = "") -> None:
     run, whose directory has the lines, too.
 
     Args:
-        line: The line, with its ``[rank]`` prefix. Its level is the one that it begins with, else INFO.
+        line: The line, with its ``[rank]`` prefix. Its level is INFO.
         run_id: Name of the run; the log record has it as its attribute ``run_id``.
     """
     if not (_ranks.level or _ranks.handlers):
         # `logging.config` resets the loggers below each one that it names.
         _print_ranks()
-    record = _ranks.makeRecord(_ranks.name, level_of(line), __file__, 0, line, (), None, extra={"run_id": run_id})
+    record = _ranks.makeRecord(_ranks.name, logging.INFO, __file__, 0, line, (), None, extra={"run_id": run_id})
     # Not by `handle`: `logging.config` disables the loggers that it does not know.
     if record.levelno >= _ranks.getEffectiveLevel() and (passed := _ranks.filter(record)):
         # From Python 3.12 on, a filter may return another record.
