@@ -233,8 +233,10 @@ class TorchDistributorOperator(BaseOperator):
         with contextlib.suppress(RunNotFoundError):
             before = RunHandle.attach(store.join(store.root_of(launcher.store), launcher.run_id), follows=False)
             follower = before.delivery().receiver
-            if not before.status().final and follower.get(_GENERATION, task_try.generation) != task_try.generation:
-                self.log.info("the deferred task was cleared; the run in %s ends, and is submitted again", before)
+            if store.why_untrusted(before.directory) or before.status().final:
+                return
+            if follower.get(_GENERATION, task_try.generation) != task_try.generation:
+                self.log.info("the deferred task was cleared; %s ends, and is submitted again", before.directory)
                 before.cancel(follower, "the deferred Airflow task was cleared")
 
     def _follow(self, handle: RunHandle[Any], launcher: Launcher, task_try: TaskTry) -> None:

@@ -54,7 +54,7 @@ def print_line(line: str, run_id: str = "") -> None:
     run, whose directory has the lines, too.
 
     Args:
-        line: The line, with its ``[rank]`` prefix. Its level is INFO.
+        line: The line, with its ``[rank]`` prefix; its level is INFO.
         run_id: Name of the run; the log record has it as its attribute ``run_id``.
     """
     if not (_ranks.level or _ranks.handlers):

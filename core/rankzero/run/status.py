@@ -83,5 +83,5 @@ class RunStatus:
 
 
 def pace(age: float) -> float:
-    """Returns the seconds between two writes of a driver, or two polls of a follower, from the run's duration so far."""
+    """Returns the seconds between two writes of a driver, or polls of a follower, from the run's duration so far."""
     return min(max(age * _SHARE, SHORTEST_PACE), LONGEST_PACE)
