@@ -43,8 +43,7 @@ RENEWAL_INTERVAL_REMOTE = 60.0  # The same on an object store, where each is a r
 _job_from_json = functools.lru_cache(maxsize=4)(Job.from_json)
 """Parses a job. One launch reads the same text a dozen times."""
 
-_REMOVED = b'{"removed": true'
-"""The beginning of the file that takes the place of a job once the run is removed."""
+_REMOVED = b'{"removed": true'  # Begins the file that takes the place of a job once the run is removed
 
 
 class RunDirectory:
