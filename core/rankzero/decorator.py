@@ -50,7 +50,7 @@ class DistributedFunction(Generic[P, R]):
         """Trains, and returns rank 0's value. Raises like `Launcher.run`."""
         if RANK_PROCESS in os.environ:
             return self.launch_function(*args, **kwargs)
-        return self.launcher.run(self.launch_function, *args, **kwargs)
+        return self.launcher.run(self, *args, **kwargs)
 
     def local(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the plain function in this process."""
@@ -58,11 +58,11 @@ class DistributedFunction(Generic[P, R]):
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> RunHandle[R]:
         """Starts a run that outlives this process. Returns and raises like `Launcher.submit`."""
-        return self.launcher.submit(self.launch_function, *args, **kwargs)
+        return self.launcher.submit(self, *args, **kwargs)
 
     def map(self, params: Iterable[Mapping[str, Any]], /, **options: Any) -> Sweep:
         """Trains with many sets of keyword arguments. Takes, returns and raises what `Launcher.map` does."""
-        return self.launcher.map(self.launch_function, params, **options)
+        return self.launcher.map(self, params, **options)
 
     def options(self, **changes: Any) -> Self:
         """Returns a copy with changed options of the launcher. Raises InvalidJobError for one that does not exist."""

@@ -11,7 +11,6 @@ from typing import Any
 import cloudpickle
 import pytest
 from tests.loading import load_module
-from tests.tries.identities import identity_by
 
 from rankzero import InvalidJobError, Launcher, distributed
 
@@ -56,7 +55,6 @@ def test_a_launcher_runs_the_plain_function_with_its_own_options() -> None:
     launcher = Launcher(1)
     assert launcher.run(world, 5) == 5
     assert launcher.run(f"{__name__}:world", 5) == 5
-    assert identity_by(launcher, world, (5,), {}) == identity_by(launcher, world.launch_function, (5,), {})
     with pytest.raises(InvalidJobError, match=r"the arguments do not fit world\(factor"):
         launcher.run(world, 1, 2)
 

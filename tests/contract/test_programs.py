@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,7 @@ from tests.tries.identities import identity_of
 
 from rankzero import InvalidJobError, Launcher, RunHandle, WorkerFailedError
 from rankzero.submit.pack import Payload, build
+from rankzero.worker import failures
 from rankzero.worker.failures import CommandError, describe
 
 
@@ -60,7 +62,7 @@ def test_a_module_counts_by_its_code(folder: Path) -> None:
     ("train", "problem"),
     [
         ("-m no_such_package.train", "there is no module 'no_such_package'"),
-        ("-m jobs --lr 1", "names no module; write '-m package.module', and its arguments apart"),
+        ("-m jobs --lr 1", "names no module: write '-m package.module', its arguments apart"),
         ([], "a command is a list of strings"),
         (["bash", 3], "a command is a list of strings"),
     ],
@@ -176,20 +178,32 @@ def test_a_python_command_meets_its_peers_and_says_why_it_failed(launcher: Launc
     assert "in main" in str(caught.value.traceback)
 
 
+FAILED = "exited with code 1"
+
+
 @pytest.mark.parametrize(
-    ("printed", "is_echo"),
+    ("facts", "is_echo", "matched"),
     [
-        ("torch.distributed.DistBackendError", True),
-        ("RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer", True),
-        ("torch.distributed.DistBackendError: x\n\nDuring handling of ...\n\nValueError: step failed", True),
-        ("  | torch.distributed.DistStoreError: x", True),
-        ("RuntimeError: out of range", False),
-        ("geo.DistanceTooLargeError", False),
+        ({"traceback": "torch.distributed.DistBackendError"}, True, FAILED),
+        ({"traceback": "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer"}, True, FAILED),
+        ({"traceback": "torch.distributed.DistBackendError: x\n\nDuring ...\n\nValueError: step failed"}, True, FAILED),
+        ({"traceback": "  | torch.distributed.DistStoreError: x"}, True, FAILED),
+        ({"traceback": "RuntimeError: out of range"}, False, FAILED),
+        ({"traceback": "geo.DistanceTooLargeError"}, False, FAILED),
+        ({"exception_type": "OSError", "message": "Stale"}, False, "OSError: Stale"),
+        ({"exit_code": 7}, False, None),
     ],
 )
-def test_what_a_command_left_behind_is_the_echo_of_a_lost_peer_or_not(printed: str, is_echo: bool) -> None:
-    facts = {"exception_type": "E", "message": "", "exit_code": 1, "traceback": f"Traceback ...\n{printed}\n"}
-    assert describe(CommandError("the command", facts)).collateral is is_echo
+def test_what_is_known_of_the_end_of_a_command(facts: dict[str, Any], is_echo: bool, matched: str | None) -> None:
+    known = {"exception_type": "E", "message": "", "exit_code": 1, "traceback": "", **facts}
+    if known["traceback"]:
+        known["traceback"] = f"Traceback ...\n{known['traceback']}\n"
+    failures.install_restart_on(pickle.dumps(("OSError: Stale", FAILED)))
+    try:
+        failure = describe(CommandError(f"the command 'x' exited with code {known['exit_code']}", known))
+    finally:
+        failures.install_restart_on(None)
+    assert (failure.collateral, failure.matched) == (is_echo, matched)
 
 
 def test_a_launcher_in_a_process_that_multiprocessing_spawned_refuses(tmp_path: Path) -> None:
@@ -248,26 +262,6 @@ def test_a_spawned_process_runs_a_script_that_imports_what_lies_beside_it(tmp_pa
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert "value 5\n" in done.stdout, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("sends_directory", [False, True])
-def test_a_script_restarts_with_the_modules_that_it_was_submitted_with(
-    launcher: Launcher, folder: Path, sends_directory: bool
-) -> None:
-    (folder / "parts").mkdir()
-    (folder / "parts" / "__init__.py").write_text("")
-    (folder / "parts" / "step.py").write_text("STEP = 'submitted'\n")
-    (folder / "train.py").write_text(
-        "import os, signal\nimport rankzero.train as rt\n"
-        "from parts.step import STEP\n"
-        f"place = {str(folder)!r}\n"
-        "if rt.get_context().attempt == 0:\n"
-        "    open(os.path.join(place, 'parts', 'step.py'), 'w').write('STEP = \"edited\"\\n')\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "rt.set_result(STEP)\n"
-    )
-    launcher = launcher.options(num_processes=1, max_restarts=1, working_dir=folder if sends_directory else None)
-    assert launcher.run(folder / "train.py") == "submitted"
 
 
 @pytest.mark.parametrize("kind", ["function", "module", "script"])

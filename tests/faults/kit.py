@@ -83,7 +83,7 @@ class Proxy:
     def __init__(self, file: Path) -> None:
         self.file = file
         self._mode = self.OPEN
-        self.refused = 0
+        self.seen = bytearray()
         self._pairs: dict[socket.socket, socket.socket] = {}
         self._lock = threading.Lock()
         self._listener = socket.create_server((LOOPBACK, 0))
@@ -153,7 +153,6 @@ class Proxy:
         try:
             driver = socket.create_connection((LOOPBACK, int(self.file.read_text())), 1)
             if self._mode == self.SHUT:
-                self.refused += 1
                 driver.close()
                 raise ConnectionRefusedError
         except (OSError, ValueError):
@@ -167,6 +166,7 @@ class Proxy:
             data = end.recv(1 << 16)
             other = self._pairs[end]
             if data:
+                self.seen += data
                 other.sendall(data)
                 return
         except (OSError, KeyError):

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.faults.kit import ProxyEngine
 from tests.faults.trainings import note, train
 
 from rankzero import Launcher, RankZeroError
@@ -19,8 +18,6 @@ from rankzero import Launcher, RankZeroError
 def main() -> None:
     asked: dict[str, Any] = json.loads(sys.argv[1])
     options = asked["launcher"]
-    if proxy := asked.get("proxy"):
-        options["engine"] = ProxyEngine(proxy["port"], proxy["file"])
     launcher = Launcher(**options)
     folder = Path(asked["train"]["folder"])
     try:

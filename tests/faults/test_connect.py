@@ -7,15 +7,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from tests.conftest import free_port, until
-from tests.contract.engines.connect_server import ConnectServer, Link, connect_server
+from tests.contract.engines.connect_server import ConnectServer, connect_server
 
 from rankzero import EngineError, Launcher, RunCancelledError, RunHandle, SparkConnectEngine
 from rankzero.doctor.examine import examine
@@ -128,35 +126,6 @@ def test_a_run_in_its_stage_is_cancelled(on_connect: Launcher, tmp_path: Path) -
         handle.result(WAIT)
 
 
-BREAK = 20.0
-"""Seconds: longer than a client of Spark Connect tries a request again."""
-
-
-@pytest.fixture
-def link(server: ConnectServer, tmp_path: Path) -> Iterator[Link]:
-    """Between client and server."""
-    made = Link(server, tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.mark.soak
-def test_a_run_in_its_stage_outlasts_its_clients_network(launcher: Launcher, link: Link, tmp_path: Path) -> None:
-    enough = tmp_path / "enough"
-    on_link = launcher.options(engine=SparkConnectEngine(link.url))
-    handle = on_link.submit(train, str(tmp_path), str(enough))
-    await_ranks(tmp_path)
-    driver = driver_of(handle)
-    link.cut()
-    time.sleep(BREAK)
-    link.mend()
-    # For the client to say to the server that it has given the stage up, if it had.
-    time.sleep(BREAK / 4)
-    assert handle.status().driver_pid == driver
-    enough.touch()
-    assert handle.result(WAIT) == [0, 0]
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("seen", [True, False])
 def test_a_run_directory_on_an_object_store(
@@ -182,45 +151,28 @@ def test_a_run_directory_on_an_object_store(
     assert store.level == ("ok" if seen else "warning"), found
 
 
-# A zygote of the suite's is in the namespaces of the suite, and so are its forks.
-OWN = pytest.mark.usefixtures("own_zygotes")
-NAMESPACES = pytest.mark.skipif(
+@pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0, reason="servers apart are made of Linux namespaces, which need root"
 )
-
-
-@OWN
-@NAMESPACES
+# A zygote of the suite's is in the namespaces of the suite, and so are its forks.
+@pytest.mark.usefixtures("own_zygotes")
 @pytest.mark.soak
-def test_executors_that_do_not_see_the_run_directory_are_driven_by_the_client(
-    launcher: Launcher, tmp_path: Path
+@pytest.mark.parametrize(("is_hidden", "is_apart"), [(True, False), (False, True), (True, True)])
+def test_executors_that_do_not_see_the_run_directory_or_cannot_reach_the_client(
+    launcher: Launcher, tmp_path: Path, is_hidden: bool, is_apart: bool
 ) -> None:
     store = tmp_path / "store"
     store.mkdir()
-    with connect_server(tmp_path, hidden=store) as blind:
-        handle = launcher.options(engine=SparkConnectEngine(blind.url), store=store).submit(train, str(tmp_path))
-        assert handle.result(WAIT) == [0, 0]
-        assert "driven from this host" in Path(handle.own.path("driver.log")).read_text()
-
-
-@OWN
-@NAMESPACES
-@pytest.mark.soak
-def test_executors_that_cannot_reach_the_client(launcher: Launcher, tmp_path: Path) -> None:
-    with connect_server(tmp_path, apart=True) as apart:
-        handle = launcher.options(engine=SparkConnectEngine(apart.url)).submit(train, str(tmp_path))
+    with connect_server(tmp_path, hidden=store if is_hidden else None, apart=is_apart) as server:
+        handle = launcher.options(engine=SparkConnectEngine(server.url), store=store).submit(train, str(tmp_path))
+        if is_hidden and is_apart:
+            with pytest.raises(EngineError, match="must reach this host by TCP .* or see the run directory"):
+                handle.result(WAIT)
+            return
         assert handle.result(WAIT) == [0, 0]
         assert "from step 0" in list(handle.logs(0))
         assert handle.metrics()[0]["step"] == 0
-
-
-@OWN
-@NAMESPACES
-@pytest.mark.soak
-def test_executors_that_neither_reach_the_client_nor_see_the_run_directory(launcher: Launcher, tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    store.mkdir()
-    with connect_server(tmp_path, hidden=store, apart=True) as apart:
-        handle = launcher.options(engine=SparkConnectEngine(apart.url), store=store).submit(train, str(tmp_path))
-        with pytest.raises(EngineError, match="must reach this host by TCP .* or see the run directory"):
-            handle.result(WAIT)
+        # What follows the stage would wait for a server that has gone.
+        handle.await_driver(WAIT)
+    # The client drives what no driver in the stage could.
+    assert not is_hidden or "driven from this host" in Path(handle.own.path("driver.log")).read_text()

@@ -6,8 +6,7 @@ The next call does what docs/tries.md says. The points are a sample of those tha
 from collections.abc import Iterator
 
 import pytest
-from tests.faults.crash.bench import SCENARIOS, Bench
-from tests.faults.crash.points import answers_of, points_of, spread
+from tests.faults.crash.bench import SCENARIOS, Bench, answers_of, points_of, spread
 from tests.s3 import S3Server
 
 POINTS = {"run": 2, "detached restart": 1, "resubmit": 1}

@@ -2,13 +2,10 @@
 
 import asyncio
 import json
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +20,9 @@ from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd
 from rankzero.engines.connect.stage import StageEngine
 from rankzero.engines.local import LocalSession
 from rankzero.errors import LOST
-from rankzero.host.processes import process_namespace, process_start
 from rankzero.job import Job
 from rankzero.run.directory import Submission
 from rankzero.run.status import RunStatus
-from rankzero.submit import drivers
 from rankzero.submit.start import Submitter
 from rankzero.task.stage import ATTEMPT, OVER, put, run_task, sealed
 
@@ -246,24 +241,3 @@ def test_a_stage_that_waits_for_slots_is_reported_to_followers(
     run.stage.on_end(None)
     assert run.followed.result(WAIT)
     assert "to begin 1 tasks, for" in run.lines()[0]
-
-
-def test_a_reader_detects_the_death_of_a_driver_in_its_stage_while_the_submitter_lives(launcher: Launcher) -> None:
-    request = launcher.options(num_processes=1, engine=LocalEngine())._request()
-    submitter = Submitter(request, lambda: "done", (), {}, detached=False)
-    submitter.submit()
-    own = submitter.submission
-    command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with drivers.DriverProcess(command) as process, subprocess.Popen(command) as driver:
-        try:
-            handle = RunHandle[str](own.run.directory, process, job=own.job)
-            facts = {"driver_pid": driver.pid, "driver_start": process_start(driver.pid)}
-            status = replace(own.status(), state="running", driver_namespace=process_namespace(), **facts)
-            own.write_status(replace(status, heartbeat=time.time(), driver_host="here"))
-            assert handle.status().state == "running"
-            driver.kill()
-            driver.wait()
-            assert handle.status().state == "failed"
-        finally:
-            process.kill()
-            driver.kill()

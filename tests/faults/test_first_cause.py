@@ -9,8 +9,7 @@ import pytest
 from tests.conftest import find
 
 import rankzero.train as rt
-from rankzero import Launcher, RetryableError, RunHandle, WorkerFailedError
-from rankzero.errors import RankZeroError
+from rankzero import Launcher, RunHandle, WorkerFailedError
 
 
 def break_connections() -> None:
@@ -108,28 +107,8 @@ def test_a_rank_that_has_not_failed_is_named_with_its_stack_where_only_consequen
     assert "in unwind" in text.partition("rank 1 stood at:")[2]
 
 
-def lose_the_agent() -> None:
-    os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(600)
-
-
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def ask_again() -> None:
-    raise RetryableError("again")
-
-
-@pytest.mark.parametrize("end", [die, lambda: os._exit(1), lose_the_agent, ask_again])
-def test_equal_losses_are_restarted_until_the_budget_ends(launcher: Launcher, end: Any) -> None:
-    launcher = launcher.options(num_processes=1, max_restarts=2, run_id="losses")
-    with pytest.raises(RankZeroError) as caught:
-        launcher.run(end)
-    handle = find(launcher)
-    assert handle
-    assert handle.status().attempt == 2
-    assert "same exception" not in str(caught.value)
 
 
 def report_steps(asks: bool) -> None:

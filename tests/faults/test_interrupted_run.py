@@ -9,23 +9,25 @@ from pathlib import Path
 
 import pytest
 from tests import interrupted
+from tests.faults.test_own_driver import Apart
 
-from rankzero import Launcher, RunHandle, RunNotFoundError
+from rankzero import Launcher, LocalEngine, RunHandle, RunNotFoundError
 
 
 @pytest.mark.parametrize(
-    ("file", "step"),
+    ("file", "step", "is_apart"),
     [
-        ("rankzero/submit/drivers.py", 1),
-        ("rankzero/submit/start.py", 3),
-        pytest.param("", 20, marks=pytest.mark.soak),
+        ("rankzero/submit/drivers.py", 1, False),
+        ("rankzero/submit/start.py", 3, False),
+        pytest.param("rankzero/submit/drivers.py", 3, True, marks=pytest.mark.soak),
+        pytest.param("", 20, False, marks=pytest.mark.soak),
     ],
 )
 def test_a_run_may_be_interrupted_anywhere(
-    launcher: Launcher, tmp_path: Path, file: str, step: int, caplog: pytest.LogCaptureFixture
+    launcher: Launcher, tmp_path: Path, file: str, step: int, is_apart: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     names = (f"run-{number}" for number in itertools.count())
-    local = launcher.options(num_processes=1, stop_grace=0.5)
+    local = launcher.options(num_processes=1, stop_grace=0.5, engine=Apart() if is_apart else LocalEngine())
     one = local
     local.run(abs, -1)
 

@@ -1,7 +1,6 @@
 """The matrix of faults: who is hurt, when, how, and what comes of it.
 
-Each line of `CELLS` is one test; each combination that is no test has its reason in `NO_CELL`, and a test holds the
-two tables to be complete. Whatever the cell: the newest checkpoint loads and at most one checkpoint's work is lost,
+Each line of `CELLS` is one test. Whatever the cell: the newest checkpoint loads, at most one checkpoint's work is lost,
 and no process is left.
 """
 
@@ -200,6 +199,7 @@ CELLS = [
     Cell("submitter", "committed", "SIGKILL", "delivered", by_hand=True),
     Cell("submitter", "training", "SIGTERM", "owned", "failed", by_hand=True),
     Cell("submitter", "training", "SIGSTOP", "durable", by_hand=True),
+    Cell("submitter", "training", "SIGSTOP", "paused", bound=LOST + HEALED, by_hand=True),
     # The connection of an agent: a silence that heals loses nothing, wherever it falls; a reset ends the attempt.
     Cell("channel", "rendezvous", "deaf", "unharmed", bound=HEALED, by_hand=True),
     Cell("channel", "training", "deaf", "unharmed", bound=HEALED, ranks=2),
@@ -485,6 +485,16 @@ def unharmed(stage: Stage) -> None:
     stage.assert_saved(handle, STEPS - 1)
 
 
+def await_end(stage: Stage) -> RunHandle[Any]:
+    """Waits for what attachers see, and for the end of every process."""
+    attached = RunHandle[Any].attach(stage.directory)
+    assert attached.wait(WAIT)
+    stage.assert_in_time()
+    assert attached.status().state == stage.cell.cause
+    until(lambda: stage.processes() == [], GONE, "the end of its processes")
+    return attached
+
+
 def resubmit(stage: Stage) -> None:
     """Attachers see the end, every process goes, and the run id goes on."""
     handle = stage.start()
@@ -493,11 +503,7 @@ def resubmit(stage: Stage) -> None:
     else:
         at = stage.arrival(handle)
         strike(stage, handle, at)
-    attached = RunHandle.attach(stage.directory)
-    assert attached.wait(WAIT)
-    stage.assert_in_time()
-    assert attached.status().state == stage.cell.cause
-    until(lambda: stage.processes() == [], GONE, "the end of its processes")
+    attached = await_end(stage)
     stage.assert_saved(attached, stage.reported - 1)
     again = stage.launcher.submit(train, **stage.arguments)
     stage.assert_continued(again.result(WAIT))
@@ -508,11 +514,7 @@ def kept(stage: Stage) -> None:
     """Success was certain: attachers see it, every process goes, and the run id gives the value to who comes next."""
     handle = stage.start()
     strike(stage, handle, stage.arrival(handle))
-    attached = RunHandle.attach(stage.directory)
-    assert attached.wait(WAIT)
-    stage.assert_in_time()
-    assert attached.status().state == stage.cell.cause
-    until(lambda: stage.processes() == [], GONE, "the end of its processes")
+    attached = await_end(stage)
     stage.assert_whole(attached.result(0))
     again = stage.launcher.submit(train, **stage.arguments)
     stage.assert_whole(again.result(0))
@@ -573,13 +575,22 @@ def owned(stage: Stage) -> None:
     stage.arrival()
     stage.strike(submitter.pid)
     submitter.wait(WAIT)
-    handle = RunHandle.attach(stage.directory)
-    assert handle.wait(WAIT)
-    stage.assert_in_time()
-    assert handle.status().state == stage.cell.cause
-    until(lambda: stage.processes() == [], GONE, "the end of its processes")
+    handle = await_end(stage)
     stage.assert_saved(handle, stage.reported - 1)
     stage.assert_continued(stage.launcher.run(train, **stage.arguments))
+
+
+def paused(stage: Stage) -> None:
+    """The run of `run` pauses with its caller, as with Ctrl-Z and ``fg``: a gap in its time is no silence of agents."""
+    submitter = start_submitter(stage, "run")
+    stage.arrival()
+    stage.strike(submitter.pid)
+    stage.await_second(bounds.CONNECTION_LOST_AFTER() + 2.0)
+    wake(submitter.pid)
+    stage.go()
+    submitter.wait(WAIT)
+    stage.assert_in_time()
+    stage.assert_whole(json.loads((stage.folder / "value").read_text()))
 
 
 def delivered(stage: Stage) -> None:
@@ -636,6 +647,7 @@ OUTCOMES: dict[str, Callable[[Stage], None]] = {
     "kept": kept,
     "durable": durable,
     "owned": owned,
+    "paused": paused,
     "delivered": delivered,
     "refused": refused,
     "no room": no_room,

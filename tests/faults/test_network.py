@@ -157,28 +157,6 @@ async def sending(directory: Path) -> AsyncIterator[tuple[SlowConnection, Output
     pump.cancel()
 
 
-def test_lines_wait_on_disk_in_order(tmp_path: Path) -> None:
-    expected = [f"line {number} \u2603" for number in range(20_000)]
-
-    async def main() -> None:
-        async with sending(tmp_path) as (connection, out):
-            for number, line in enumerate(expected):
-                if number % 100 == 50:
-                    connection.unsent = output.HIGH_WATER + 1
-                elif number % 100 == 90:
-                    assert out.waiting
-                    assert out.tail[-1] == expected[number - 1]
-                    connection.unsent = 0
-                    await asyncio.sleep(0)
-                out.feed(f"{line}\n".encode())
-        assert connection.lines == expected
-        assert out.tail == expected[-len(out.tail) :]
-        assert out.waiting == 0
-        assert os.listdir(tmp_path) == []
-
-    asyncio.run(main())
-
-
 def test_what_was_sent_is_released_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "RELEASE", 1 << 16)
     monkeypatch.setattr(output, "BATCH", 1 << 15)

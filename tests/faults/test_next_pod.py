@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -54,11 +53,6 @@ class Pod:
         """Ends the container as a kubelet does whose node is lost: no process of it gets a signal to handle."""
         self._process.kill()
         self._process.wait(WAIT)
-
-    def terminate(self) -> None:
-        """Ends the container as a drain of its node does."""
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
-        os.kill(int(children.read_text()), signal.SIGTERM)
 
     def wait(self) -> int:
         return self._process.wait(WAIT)

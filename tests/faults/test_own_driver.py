@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,9 +44,11 @@ def test_a_driver_in_a_thread_is_left_to_its_heartbeat(tmp_path: Path, is_thread
         driver_start=process_start(pid),
         driver_thread=is_thread,
     )
-    own, ended = submitted(str(tmp_path / "run")), SimpleNamespace(poll=lambda: 0)
-    assert Observer(own).driver_lives(status) is lives
+    assert Observer(submitted(str(tmp_path / "other"))).driver_lives(status) is lives
+    own, ended, living = (submitted(str(tmp_path / "run")), *(SimpleNamespace(poll=lambda n=n: n) for n in (0, None)))
     assert Observer(own, ended).driver_lives(status) == (not is_thread)  # type: ignore[arg-type]
+    # The process that has submitted a run may outlive the driver in the run's stage.
+    assert Observer(own, living).driver_lives(replace(status, driver_start="0")) == is_thread  # type: ignore[arg-type]
 
 
 def test_a_driver_that_is_stopped_is_not_said_to_have_died(

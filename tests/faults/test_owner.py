@@ -74,48 +74,6 @@ def test_a_forked_child_does_not_keep_the_run_of_a_killed_caller(tmp_path: Path,
         assert handle.status().state == ("failed" if driver == "thread" else "cancelled")
 
 
-INTERRUPTED = """
-import os, signal, sys, threading, time
-from pathlib import Path
-from rankzero import Launcher, LocalEngine
-
-class Engine(LocalEngine):
-    prefers_own_process = sys.argv[2] == "process"
-
-def interrupt():
-    while not Path(sys.argv[1], "one", "submissions", "0.json").exists():
-        time.sleep(0.0005)
-    os.kill(os.getpid(), signal.SIGINT)
-
-again = str(Path(sys.argv[1], "again"))
-
-def train():
-    # An interrupt that is late, too, finds the first training.
-    while not os.path.exists(again):
-        time.sleep(0.02)
-    return "trained"
-
-threading.Thread(target=interrupt, daemon=True).start()
-launcher = Launcher(1, store=sys.argv[1], run_id="one", engine=Engine())
-try:
-    launcher.run(train)
-except KeyboardInterrupt:
-    state = find(launcher).status().state
-    Path(again).touch()
-    print(state, launcher.run(train))
-"""
-
-
-@pytest.mark.parametrize("driver", ["thread", "process"])
-def test_a_call_that_was_interrupted_before_its_driver_started_can_be_repeated_in_the_same_process(
-    tmp_path: Path, driver: str
-) -> None:
-    """As in a notebook or a server, which lives on. The first launch of a process imports the driver for 0.2 s."""
-    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path), driver]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT)
-    assert done.stdout.splitlines()[-1:] == ["cancelled trained"], done.stdout + done.stderr
-
-
 def test_a_driver_that_cannot_be_started_leaves_a_run_that_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

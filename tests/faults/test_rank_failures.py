@@ -1,14 +1,17 @@
 """A rank that fails, however it fails, is named within seconds, while its peer waits in a collective."""
 
 import gc
+import multiprocessing
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.conftest import find, processes_with, until, wait_until_gone
 from tests.faults.kit import TasksEngine
+from tests.runs import folder_of
 
 from rankzero import InvalidJobError, Launcher, WorkerFailedError
 
@@ -158,3 +161,39 @@ def fail_while_the_agent_stands_still() -> None:
 def test_a_failure_whose_agent_stands_still_is_still_the_cause(launcher: Launcher) -> None:
     with pytest.raises(WorkerFailedError, match="rank 1 on .*ValueError: bad learning rate"):
         launcher.options(engine=TasksEngine()).run(fail_while_the_agent_stands_still)
+
+
+# -- children of a rank that go astray are no ranks
+
+
+def fork_and_return() -> str:
+    child = os.fork()
+    if child == 0:
+        return "child"
+    _, status = os.waitpid(child, 0)
+    return f"rank {os.waitstatus_to_exitcode(status)}"
+
+
+def test_a_forked_child_that_leaves_the_training_function_is_no_rank(launcher: Launcher) -> None:
+    assert launcher.options(num_processes=1, timeout=60).run(fork_and_return) == "rank 0"
+
+
+def report_from_a_child() -> None:
+    import rankzero.train as rt
+
+    rt.report({"loss": 0.1})
+
+
+def report_from_another_process() -> int | None:
+    child = multiprocessing.get_context("fork").Process(target=report_from_a_child)
+    child.start()
+    child.join(60)
+    return child.exitcode
+
+
+def test_a_report_of_a_process_that_is_not_the_rank_raises(launcher: Launcher, tmp_path: Path) -> None:
+    launcher = launcher.options(num_processes=1, run_id="run")
+    assert launcher.run(report_from_another_process) == 1
+    log = (folder_of(tmp_path / "store" / "run") / "lines").read_text()
+    assert "RuntimeError: rankzero.train.report was called in process" in log
+    assert "only the rank itself may call it" in log

@@ -100,32 +100,18 @@ def test_a_deployed_module_that_imports_an_orchestrator_ends_no_training(
     assert compare(before, edited).differing == compare(before, edited, automatic=True).ignored == ("train",)
 
 
-def test_an_argument_s_class_counts_as_code_and_its_values_for_the_argument(
-    written: Callable[..., list[Any]],
-) -> None:
-    def identity(common: str, depth: int = 1, **options: Any) -> Any:
+def test_an_argument_s_class_counts_for_the_argument_as_its_values_do(written: Callable[..., list[Any]]) -> None:
+    def identity(common: str, depth: int = 1, version: str | None = None) -> Any:
         module, job = written(common, TRAIN)
         model = module.Model()
         model.width = depth
-        return identity_of(job.train, (0.1, model), {}, 2, **options)
+        return identity_of(job.train, (0.1, model), {}, 2, version)
 
-    before, deployed = identity(COMMON), identity(COMMON.replace("x + 1", "x + 2"))
-    assert compare(before, deployed).differing == ("train",)
-    assert compare(before, deployed, automatic=True).same
-    assert compare(before, identity(COMMON, 2), automatic=True).differing == ("argument model",)
-
-
-def test_a_code_version_stands_for_the_code_of_the_arguments_too(written: Callable[..., list[Any]]) -> None:
-    def identity(text: str, rate: float = 0.1, version: str | None = "1") -> Any:
-        _, job = written("", IMPORTS_AIRFLOW + text + TRAIN)
-        return identity_of(job.train, (rate, job.Config(rate)), {}, 2, version)
-
-    text = "class Config:\n    def __init__(self, lr): self.lr = lr\n    def describe(self): return 'a'\n"
-    edited = text.replace("'a'", "'b'")
-    assert identity(text) == identity(edited)
-    assert compare(identity(text), identity(text, 0.2)).differing == ("argument lr", "argument model")
-    # Without a version the class counts with the function, whose file has it.
-    assert compare(identity(text, version=None), identity(edited, version=None)).differing == ("train",)
+    for version in (None, "1"):
+        before = identity(COMMON, version=version)
+        for other in (identity(COMMON.replace("x + 1", "x + 2"), version=version), identity(COMMON, 2, version)):
+            assert compare(before, other, automatic=True).differing == ("argument model",)
+        assert identity(f"# A comment\n{COMMON}\nOTHER = 1\n", version=version) == before
 
 
 def test_an_object_counts_the_same_after_the_cell_of_its_class_has_run_again(written: Callable[..., list[Any]]) -> None:

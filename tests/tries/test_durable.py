@@ -123,20 +123,6 @@ def test_a_run_with_an_unreadable_job_is_not_replaced(launcher: Launcher, conten
     assert RunHandle.attach(handle.directory).status().state == "succeeded"
 
 
-def test_arguments_count_for_every_try_of_a_training_that_has_ended(
-    durable: Launcher, script: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    run = leave(durable, script, (str(tmp_path / "end"), "0.1"), "scheduled")
-    run.cancel()
-    run.wait(60)
-    (tmp_path / "end").touch()
-    with open_run(durable, str(script), (str(tmp_path / "end"), "0.2"), {}, Try("scheduled"), LOG) as handle:
-        assert not handle.attached
-        assert handle.result(60) == 1
-    assert "from scratch: other than before: argument #2" in caplog.text
-
-
 def count_starts() -> int:
     """Returns how often the training was started from its checkpoint."""
     import rankzero.train as rt

@@ -19,7 +19,7 @@ import pytest
 from tests.loading import load_module
 from tests.tries.identities import identity_of
 
-from rankzero import Launcher, RankZeroError
+from rankzero import Launcher
 from rankzero.run.identity import compare
 from rankzero.submit.code_source import digest_of_source
 from rankzero.submit.pack import build
@@ -60,18 +60,6 @@ def defined(text: str, name: str = "train") -> Any:
     return scope[name]
 
 
-LOOP = """
-import rankzero.train as rt
-
-def loop(version, fail):
-    import os
-    checkpoint = rt.get_checkpoint()
-    rt.report({"x": 1}, checkpoint={"version": version})
-    if os.path.exists(fail):
-        raise ValueError("stop")
-    return [checkpoint.load()["version"] if checkpoint else None, version]
-"""
-
 REACHED = {
     "an argument": ("importlib.import_module(target)", lambda name: f"{name}.models"),
     "a computed name": ("PACKAGE and importlib.import_module('.'.join(target))", lambda name: [name, "models"]),
@@ -84,25 +72,19 @@ REACHED = {
 
 
 @pytest.mark.parametrize("how", REACHED)
-def test_new_code_that_no_statement_imports_begins_from_scratch(
-    launcher: Launcher, package: Path, tmp_path: Path, how: str
-) -> None:
+def test_new_code_that_no_statement_imports_counts_and_travels(package: Path, how: str) -> None:
     text, target = REACHED[how]
-    body = f"    import importlib\n    return loop(({text}).VERSION, fail)\n".replace("PACKAGE", package.name)
-    imports = f"from importlib import import_module as load\nimport {package.name}\n"
-    train = defined(f"{imports}{LOOP}def train(target, fail):\n{body}")
-    launcher, fail = launcher.options(num_processes=1, run_id="computed"), tmp_path / "fail"
-    fail.touch()
-    with pytest.raises(RankZeroError, match="stop"):
-        launcher.submit(train, target(package.name), str(fail)).result()
-    fail.unlink()
+    imports = f"import importlib\nfrom importlib import import_module as load\nimport {package.name}\n"
+    train = defined(f"{imports}def train(target):\n    return ({text}).VERSION\n".replace("PACKAGE", package.name))
+    given = target(package.name)
+    before = identity_of(train, (given,), {}, 1)
     write(package / "models.py", "VERSION = 2\nclass Net:\n    VERSION = VERSION\n")
-    assert launcher.submit(train, target(package.name), str(fail)).result() == [None, 2]
+    assert compare(before, identity_of(train, (given,), {}, 1)).differing == (f"module {package.name}.models",)
+    assert f"{package.name}/models.py".encode() in (build(train, (given,), {}).modules.zipped or b"")
 
 
-@pytest.mark.parametrize("text", ["other.csv", "other.py", "results.day", "results", "no.such.module"])
-def test_a_text_that_names_nothing_in_a_module_sends_nothing(package: Path, text: str) -> None:
-    write(package.parent / "other.py", "SIZE = 1\n")
+@pytest.mark.parametrize("text", ["results.day", "results", "no.such.module"])
+def test_a_text_that_names_no_module_sends_nothing(package: Path, text: str) -> None:
     write(package.parent / "results" / "day" / "rows.csv", "1")
     train = defined(f"import importlib\ndef train(path, default={text!r}):\n    importlib.import_module({text!r})\n")
     assert not build(train, (text,), {}).modules.counted
@@ -116,6 +98,12 @@ def test_a_text_that_names_a_module_counts_with_its_package(package: Path, text:
     write(package / "other.py", "SIZE = 2\n")
     after = identity_of(train, ([{"target": text.format(package.name)}],), {}, 1)
     assert compare(before, after).differing == (f"module {package.name}.other",)
+
+
+def test_a_word_counts_that_a_function_of_a_module_may_import(package: Path) -> None:
+    name = f"{package.name}_job"
+    write(package.parent / f"{name}.py", "import importlib\ndef train(name):\n    importlib.import_module(name)\n")
+    assert f"{package.name}.models" in build(load_module(name).train, (package.name,), {}).modules.counted
 
 
 def test_many_texts_cost_no_search_for_a_module_each(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import until
+from tests.conftest import find, until
 
 from rankzero import (
     InvalidJobError,
@@ -18,6 +18,7 @@ from rankzero import (
     WorkerFailedError,
     store,
 )
+from rankzero.run.checkpoints import list_committed
 from rankzero.run.directory import RunDirectory
 
 
@@ -61,6 +62,7 @@ def test_a_handle_returns_the_value_of_its_own_submission(single: Launcher, tmp_
     one.acknowledge()
     one.cancel()
     assert one.delivery().acknowledged
+    assert one.status().state == "succeeded", "a cancel after the success changes nothing"
     assert not last.delivery().acknowledged
     (tmp_path / "last-go").touch()
     assert last.result(60) == "last"
@@ -146,3 +148,27 @@ def test_a_value_is_delivered_from_a_store_that_was_moved(single: Launcher, tmp_
     assert (handle.job.submission, handle.result(1)) == (0, "one")
     assert handle.result_ref().uri.startswith(f"{tmp_path}/moved/same/submissions/")
     assert handle.result_ref().load() == "one"
+
+
+def report_three(lr: float) -> float:
+    """Reports three checkpoints, of which the newest is kept."""
+    import rankzero.train as rt
+
+    assert rt.get_checkpoint() is None, "another training lends nothing"
+    for number in range(3):
+        rt.report({"number": number}, checkpoint={"lr": lr, "number": number})
+    return lr
+
+
+def test_a_fresh_training_leaves_the_checkpoints_of_the_one_before(
+    launcher: Launcher,
+) -> None:
+    launcher = launcher.options(num_processes=1, run_id="same")
+    assert launcher.run(report_three, 0.1) == 0.1
+    handles = [find(launcher)]
+    # Another one; then the same one after its delivery.
+    for lr in (0.2, 0.2):
+        assert launcher.run(report_three, lr) == lr
+        handles.append(find(launcher))
+    folders = [handle.own.directory for handle in handles if handle]
+    assert len(list_committed(folders)) == 3 * len(list_committed(folders[-1:]))

@@ -75,10 +75,7 @@ class RunHandle(Observer, Generic[R]):
 
     @property
     def params(self) -> dict[str, Any]:
-        """Returns the arguments by name, as short plain values, for people and trackers.
-
-        For a script, each ``--name value`` of the command line is an argument.
-        """
+        """Returns the arguments by name, as short plain values, for people and trackers; of a program, ``args``."""
         return dict(self.job.params)
 
     @property

@@ -8,23 +8,20 @@ installed modules, which the executors have. A source that imports an orchestrat
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import io
 import logging
 import os
-import pkgutil
 import re
-import stat
+import zipfile
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from rankzero.errors import InvalidJobError
-from rankzero.store import fingerprint
-from rankzero.submit.code_modules import NEVER_SHIPPED, ORCHESTRATORS, package_of, parents_of, spec_of, top_level_names
+from rankzero.submit.code_modules import ORCHESTRATORS, package_of, parents_of, spec_of, top_level_names
 from rankzero.submit.code_source import Source, source_of_file
+from rankzero.values.digest import digest_of_file
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +31,7 @@ LIMIT = 64 << 20
 IGNORE_FILE = ".rankzeroignore"
 """File in a working directory or a package with patterns of files that are not shipped, in the format of .gitignore."""
 
-_SUFFIXES = (".py", ".zip", ".egg", ".whl")
-
-_SKIPPED_DIRECTORIES = frozenset({"__pycache__", "node_modules"})
+_SKIPPED = frozenset({"__pycache__", "node_modules"})
 
 _SECRETS = re.compile(
     r".*\.(pem|key|p12|pfx|jks|keystore|kdbx|ppk|keytab|env)|id_(rsa|dsa|ecdsa|ed25519).*|credentials.*"
@@ -47,43 +42,27 @@ _SECRETS = re.compile(
 """Names of data files, or folders of them, that may hold keys or passwords. Sources are shipped: they are imported."""
 
 
-class _File(NamedTuple):
-    """A file that is sent, as a key of caches: once it is changed, it has another fingerprint."""
-
-    path: str
-    size: int
-    mode: int
-    fingerprint: str
-
-
 class Bundle:
     """Files that are sent as one zip.
 
     Attributes:
-        files: The files by their names in the zip. The first one of a name counts, as on a search path.
+        files: The paths by their names in the zip. The first one of a name counts, as on a search path.
     """
 
     def __init__(self) -> None:
-        self.files: dict[str, _File] = {}
+        self.files: dict[str, str] = {}
         self._missed: set[str] = set()
 
     def add(self, name: str, path: str) -> None:
         """Adds a regular file."""
-        with contextlib.suppress(OSError):
-            # No zip has a name that is not UTF-8.
-            if (shown := os.fsencode(name).decode(errors="backslashreplace")) != name:
-                self._missed.add(shown)
-            elif name not in self.files and stat.S_ISREG((found := os.stat(path)).st_mode):
-                self.files[name] = _File(path, found.st_size, stat.S_IMODE(found.st_mode), fingerprint(found))
+        # No zip has a name that is not UTF-8.
+        if (shown := os.fsencode(name).decode(errors="backslashreplace")) != name:
+            self._missed.add(shown)
+        elif os.path.isfile(path):
+            self.files.setdefault(name, path)
 
     def add_folder(self, base: str, prefix: str, *, is_package: bool = True) -> None:
-        """Adds the files of a folder that may be sent.
-
-        Args:
-            base: The folder.
-            prefix: First part of all names.
-            is_package: False for a folder of which only packages have other files than sources.
-        """
+        """Adds the files of a folder that may be sent; of one that is no package, data files of packages alone."""
         ignored = _matcher(os.path.join(base, IGNORE_FILE))
         packages: set[str] = set()
         for directory, children, names in os.walk(base):
@@ -91,69 +70,51 @@ class Bundle:
             below = directory[len(base) :].strip(os.sep)
             if is_package or "__init__.py" in names or os.path.dirname(directory) in packages:
                 packages.add(directory)
-            seen = sorted(name for name in children if not (name.startswith(".") or name in _SKIPPED_DIRECTORIES))
-            seen = [name for name in seen if not ignored(os.path.join(below, name, ""))]
-            children[:] = [name for name in seen if not _is_of_secrets(os.path.join(directory, name))]
+            hidden = {name for name in (*children, *names) if name.startswith(".") or name in _SKIPPED}
+            hidden |= {name for name in children if ignored(os.path.join(below, name, ""))}
+            children[:] = sorted({*children} - hidden)
             # Links to folders may lead to large datasets, or back here.
-            out = [name for name in seen if name not in children or os.path.islink(os.path.join(directory, name))]
-            for name in sorted(names if directory in packages else (name for name in names if name.endswith(".py"))):
-                if is_secret(name):
-                    out.append(name)
-                elif not (name.startswith(".") or ignored(os.path.join(below, name))):
-                    self.add(os.path.join(prefix, below, name), os.path.join(directory, name))
-            missed = (os.path.join(below, name) for name in out if not name.startswith("."))
-            self._missed |= {os.path.join(prefix, name) for name in missed if not ignored(name)}
+            links = [name for name in children if os.path.islink(os.path.join(directory, name))]
+            is_in_secret = any(map(_is_secret, below.split(os.sep)))
+            for name in sorted({*links, *names} - hidden):
+                is_source, path = name.endswith(".py"), os.path.join(below, name)
+                if ignored(path) or not (is_source or directory in packages):
+                    continue
+                if name in links or _is_secret(name) or (is_in_secret and not is_source):
+                    self._missed.add(os.path.join(prefix, path))
+                else:
+                    self.add(os.path.join(prefix, path), os.path.join(directory, name))
 
     def digest(self, names: Iterable[str]) -> str:
         """Returns a checksum of some of the files, with their names and whether they are programs."""
-        facts = [(name, file.mode & 0o100, _digest_of_file(file)) for name in names if (file := self.files[name])]
-        return hashlib.sha256(repr(facts).encode(errors="surrogateescape")).hexdigest()
+        paths = [(name, self.files[name]) for name in names]
+        facts = [(name, os.stat(path).st_mode & 0o100, digest_of_file(path)) for name, path in paths]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def zipped(self, what: str) -> bytes:
         """Returns the zip, and logs the names of what does not travel, since ranks may miss it.
 
-        Args:
-            what: The name of the files for errors.
-
-        Raises:
-            InvalidJobError: the files are larger than `LIMIT`.
+        Raises InvalidJobError, which names the files so, if they are larger than `LIMIT`.
         """
-        sizes = {name: file.size for name, file in self.files.items()}
+        sizes = {name: os.path.getsize(path) for name, path in self.files.items()}
         if (total := sum(sizes.values())) > LIMIT:
-            found = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
-            named = ", ".join(f"{name} ({sizes[name] >> 20} MiB)" for name in found)
+            largest = max(sizes, key=sizes.__getitem__)
             raise InvalidJobError(
                 f"{what} hold {total >> 20} MiB, over the limit of {LIMIT >> 20} MiB that travel with a job; the "
-                f"largest are {named}: name what stays in {IGNORE_FILE} in their folder, or put it where the ranks run"
+                f"largest is {largest} ({sizes[largest] >> 20} MiB): name what stays in {IGNORE_FILE} in its folder, "
+                "or put it where the ranks run"
             )
-        if missed := sorted(self._missed):
-            named = ", ".join(missed)
+        if self._missed:
+            named = ", ".join(sorted(self._missed))
             logger.warning(
                 "%s do not travel with the job: links to folders, names that are not UTF-8, or possible secrets", named
             )
-        return _zip(tuple(sorted(self.files.items())))
-
-
-@functools.lru_cache(maxsize=4096)
-def _digest_of_file(file: _File) -> str:
-    with open(file.path, "rb") as data:
-        return hashlib.file_digest(data, "sha256").hexdigest()
-
-
-@functools.lru_cache(maxsize=2)
-def _zip(files: tuple[tuple[str, _File], ...]) -> bytes:
-    """Returns a zip of files, each given by its name there.
-
-    They are not compressed: that makes a third of the bytes, and takes six times as long here.
-    The last ones are kept: the next training mostly needs the same.
-    """
-    import zipfile
-
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", strict_timestamps=False) as archive:
-        for name, file in files:
-            archive.write(file.path, name)
-    return buffer.getvalue()
+        buffer = io.BytesIO()
+        # Not compressed: that makes a third of the bytes, and takes six times as long here.
+        with zipfile.ZipFile(buffer, "w", strict_timestamps=False) as archive:
+            for name, path in self.files.items():
+                archive.write(path, name)
+        return buffer.getvalue()
 
 
 def _matcher(ignore_file: str) -> Any:
@@ -166,41 +127,10 @@ def _matcher(ignore_file: str) -> Any:
         return GitIgnoreSpec.from_lines(file.read().splitlines()).match_file
 
 
-def is_secret(name: str) -> bool:
+def _is_secret(name: str) -> bool:
     """Returns True for a data file that is named like a key or a password, which is never shipped."""
     # Airflow's, which only its webserver imports.
     return name == "webserver_config.py" or (not name.endswith(".py") and _SECRETS.fullmatch(name) is not None)
-
-
-def _is_of_secrets(folder: str) -> bool:
-    is_named = is_secret(os.path.basename(folder))
-    return is_named and not any(name.endswith(".py") for _, _, names in os.walk(folder) for name in names)
-
-
-# -- modules -----------------------------------------------------------------------------------
-
-
-@dataclass
-class Needs:
-    """The names by which code reaches the user's modules.
-
-    Attributes:
-        modules: Names that it imports; some may be no modules.
-        texts: Texts that may name a module.
-        computes: True if it imports by a text, which may be one word of an argument.
-        first: A directory that is searched before `sys.path`, such as that of a script.
-    """
-
-    modules: set[str] = field(default_factory=set)
-    texts: set[str] = field(default_factory=set)
-    computes: bool = False
-    first: str | None = None
-
-    def add(self, source: Source) -> None:
-        """Adds what a source needs."""
-        self.modules |= source.imports
-        self.texts |= source.texts
-        self.computes |= source.computes
 
 
 class Modules:
@@ -211,74 +141,46 @@ class Modules:
         zipped: The zip of the files; None if there are none.
     """
 
-    def __init__(self, needs: Needs) -> None:
-        """Finds the files. Raises InvalidJobError if they are larger than `LIMIT`."""
-        self._bundle, self._first = Bundle(), needs.first
-        self._seen: set[str] = set()
+    def __init__(self, needs: Source, first: str | None = None) -> None:
+        """Finds the files, first in a directory that is given. Raises InvalidJobError like `Bundle.zipped`."""
         self.counted: dict[str, str] = {}
-        waiting, imported, aside = self._roots_of(needs), needs.modules | needs.texts, dict[str, str]()
+        bundle, waiting, found = Bundle(), [needs], set[str]()
+        reached, aside = {*needs.imports, *needs.texts}, dict[str, str]()
         while waiting:
-            name = waiting.pop()
-            others: list[str] = []
-            for file in self._sent(name):
-                if not file.endswith(".py"):
-                    others.append(file)
-                    continue
-                with contextlib.suppress(OSError):
-                    module = file[:-3].removesuffix(os.sep + "__init__").replace(os.sep, ".")
-                    source = source_of_file(path := self._bundle.files[file].path, package_of(module, path))
-                    waiting |= self._roots_of(source)
+            for root in sorted(_roots(waiting.pop(), first) - found):
+                found.add(root)
+                before, spec = len(bundle.files), spec_of(root, first)
+                for base in (spec and spec.submodule_search_locations) or ():
+                    bundle.add_folder(base, root, is_package=spec.origin is not None)
+                if spec and not spec.submodule_search_locations:
+                    bundle.add(os.path.basename(spec.origin), spec.origin)
+                files = [*bundle.files][before:]
+                if data := [name for name in files if not name.endswith(".py")]:
+                    self.counted[f"{root} (data files)"] = bundle.digest(data)
+                for name in sorted({*files}.difference(data)):
+                    path, module = bundle.files[name], name[:-3].removesuffix(os.sep + "__init__")
+                    module = module.replace(os.sep, ".")
+                    source = source_of_file(path, package_of(module, path))
+                    waiting.append(source)
                     if ORCHESTRATORS.isdisjoint(each.partition(".")[0] for each in source.early):
                         self.counted[module] = source.digest
-                        imported |= source.imports | source.texts
+                        reached |= source.imports | source.texts
                     else:
                         # Ranks get its functions by value.
                         aside[module] = source.digest
-            if others:
-                self.counted[f"{name} (data files)"] = self._bundle.digest(others)
         # There may be a million texts.
-        reached = {part for name in imported for part in parents_of(name)} if aside else set[str]()
-        self.counted |= {module: aside[module] for module in aside.keys() & reached}
-        names = ", ".join(sorted({file.partition(os.sep)[0].partition(".")[0] for file in self._bundle.files}))
-        self.zipped = self._bundle.zipped(f"the user modules {names}") if names else None
-
-    def _sent(self, root: str) -> list[str]:
-        """Adds a top-level module or package as a whole, and returns the names of its files."""
-        spec, before = spec_of(root, self._first), len(self._bundle.files)
-        for base in spec.submodule_search_locations or () if spec else ():
-            self._bundle.add_folder(base, root, is_package=spec.origin is not None)
-        if spec and not spec.submodule_search_locations:
-            self._bundle.add(os.path.basename(spec.origin), spec.origin)
-        return [*self._bundle.files][before:]
-
-    def _roots_of(self, needs: Needs | Source) -> set[str]:
-        """Returns the top-level names that code imports, or names as "acme.models.Net" does, and "train.csv" not."""
-        imports = needs.modules if isinstance(needs, Needs) else needs.imports
-        roots = {name.partition(".")[0] for name in imports}
-        parts: dict[str, set[str]] = {}
-        for text in needs.texts:
-            root, _, rest = text.partition(".")
-            parts.setdefault(root, set()).add(rest.partition(".")[0])
-        # There may be a million texts.
-        for root in parts.keys() & top_level_names(self._first) - NEVER_SHIPPED - self._seen - roots if parts else ():
-            spec = spec_of(root, self._first)
-            # Any folder has the name of a module without a file.
-            if spec and spec.origin and ("" in parts[root] or parts[root] & _names_in(spec)):
-                roots.add(root)
-        roots -= self._seen
-        self._seen |= roots
-        return roots
+        parts = {part for name in reached for part in parents_of(name)} if aside else set[str]()
+        self.counted |= {module: aside[module] for module in aside.keys() & parts}
+        names = ", ".join(sorted({name.partition(os.sep)[0] for name in bundle.files}))
+        self.zipped = bundle.zipped(f"the user modules {names}") if names else None
 
 
-def _names_in(spec: Any) -> set[str]:
-    """Returns the names of the modules in a package, and the words of its source."""
-    found = {module.name for module in pkgutil.iter_modules(spec.submodule_search_locations or ())}
-    with contextlib.suppress(OSError), open(spec.origin, encoding="utf-8", errors="replace") as file:
-        found.update(re.findall(r"\w+", file.read()))
-    return found
-
-
-# -- what the user names -----------------------------------------------------------------------
+def _roots(source: Source, first: str | None) -> set[str]:
+    """Returns the top-level names that code imports, and those that a text in it begins with."""
+    named = {text.partition(".")[0] for text in source.texts} & top_level_names(first)
+    # Any folder has the name of a module without a file.
+    named = {root for root in named if (spec := spec_of(root, first)) and spec.origin}
+    return named | {name.partition(".")[0] for name in source.imports}
 
 
 class UserCode:
@@ -302,15 +204,13 @@ class UserCode:
             if not os.path.isdir(path):
                 raise InvalidJobError(f"working_dir={path!r} is no directory of this machine")
         for path in (os.path.expanduser(os.fspath(each)) for each in py_files):
-            if not (os.path.isdir(path) or (os.path.isfile(path) and path.endswith(_SUFFIXES))):
+            if not (os.path.isdir(path) or (os.path.isfile(path) and path.endswith((".py", ".zip", ".egg", ".whl")))):
                 raise InvalidJobError(
                     f"py_files has {path!r}; give .py, .zip, .egg or .whl files and directories of packages that exist"
                 )
-            root = os.path.basename(os.path.abspath(path))
-            for suffix in ("", ".py"):
-                if (other := self._paths.get(f"py_files/{root.removesuffix('.py')}{suffix}", path)) != path:
-                    raise InvalidJobError(f"py_files has {other} and {path}, and ranks get one {root!r}: rename one")
-            self._paths[f"py_files/{root}"] = path
+            root = f"py_files/{os.path.basename(os.path.abspath(path))}"
+            if (other := self._paths.setdefault(root, path)) != path:
+                raise InvalidJobError(f"py_files has {other} and {path}, and ranks get one of a name: rename one")
 
     @functools.cached_property
     def sent(self) -> tuple[str, bytes] | None:

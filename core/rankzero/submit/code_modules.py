@@ -15,7 +15,6 @@ import os
 import site
 import sys
 import sysconfig
-import types
 from collections.abc import Iterable
 from typing import Any
 
@@ -46,27 +45,10 @@ def _is_install_target(directory: str) -> bool:
     return bool(glob.glob(os.path.join(glob.escape(directory or "."), "*.dist-info")))
 
 
-def is_user_module(name: str) -> bool:
-    """Returns True for the name of a loaded module of the user: one that no package installer put where it is.
-
-    A module that user code has made and put into ``sys.modules`` has no file, and none of the facts of an import.
-    """
-    root, module = name.partition(".")[0], sys.modules.get(name)
-    if not isinstance(module, types.ModuleType) or root in NEVER_SHIPPED:
-        return False
-    if isinstance(file := getattr(module, "__file__", None), str):
-        return _is_user_file(file)
-    made = sys.modules.get(root)
-    return not any(getattr(made, fact, None) for fact in ("__spec__", "__file__", "__path__", "__loader__"))
-
-
 def spec_of(root: str, first: str | None = None) -> Any:
     """Returns the spec of a user's top-level module that can be found by its name, else None. Imports nothing.
 
-    Args:
-        root: Name of the module.
-        first: A directory that is searched before `sys.path`, such as that of a script. `sys.path` itself is not
-            changed, since other threads import meanwhile.
+    A directory may be searched before `sys.path`, which is not changed, since other threads import meanwhile.
     """
     spec = None if root in NEVER_SHIPPED else _find(root, None if first is None else (first, *sys.path))
     if spec is None:
@@ -112,20 +94,17 @@ def forget_places() -> None:
 
 def _needs_orchestrator(name: str) -> bool:
     """Returns True if importing a user module imports Airflow or Dagster, directly or through another user module."""
-    waiting, seen = {name}, set()
+    waiting, seen = {name}, set[str]()
     while waiting:
-        name = waiting.pop()
-        root = name.partition(".")[0]
-        if root in ORCHESTRATORS:
-            return True
         # Importing a.b.c imports a and a.b first.
-        for part in parents_of(name) if spec_of(root) else ():
-            file = getattr(sys.modules.get(part), "__file__", None)
-            if part not in seen and isinstance(file, str) and file.endswith(".py"):
-                with contextlib.suppress(OSError):
-                    waiting |= source_of_file(file, package_of(part, file)).early
+        for part in {*parents_of(waiting.pop())} - seen:
             seen.add(part)
-        waiting -= seen
+            if part in ORCHESTRATORS:
+                return True
+            file = getattr(sys.modules.get(part), "__file__", None)
+            if isinstance(file, str) and file.endswith(".py") and spec_of(part.partition(".")[0]):
+                with contextlib.suppress(OSError):
+                    waiting |= source_of_file(file, package_of(part, file)).early - seen
     return False
 
 
@@ -144,7 +123,9 @@ def package_of(name: str, path: str) -> str:
 
 def is_sent_by_value(module: str) -> bool:
     """Returns True for a loaded module of the user, or one below such a module, that does not travel as files."""
-    return not travels(module) and any(map(is_user_module, parents_of(module)))
+    files = (getattr(sys.modules.get(part), "__file__", None) for part in parents_of(module))
+    is_user_s = any(isinstance(file, str) and _is_user_file(file) for file in files)
+    return is_user_s and module.partition(".")[0] not in NEVER_SHIPPED and not travels(module)
 
 
 def is_sent_by_name(value: Any) -> bool:
@@ -156,9 +137,6 @@ def is_sent_by_name(value: Any) -> bool:
     if isinstance(value, type) and value.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) != _HEAP_TYPE:
         # No `class` statement has made it: a class of the interpreter or an installed package, whatever its name.
         return True
-    if wrapper_of(value):
-        # Its name belongs to the wrapper, from which ranks take it.
-        return travels(module)
     # An installed package may also have made a class for the user, which cannot be imported from the package.
     return named_like(value, module) is value and not is_sent_by_value(module)
 
@@ -167,16 +145,15 @@ _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8
 """``Py_TPFLAGS_HEAPTYPE`` and ``Py_TPFLAGS_IMMUTABLETYPE`` of CPython."""
 
 
-def wrapper_of(function: Any) -> Any:
-    """Returns what `functools.wraps` or `rankzero.distributed` has put in the place of a module's function, or None."""
-    found = named_like(function, function.__module__) if isinstance(function, types.FunctionType) else None
-    is_wrapper = isinstance(found, types.FunctionType) or is_distributed(found)
-    return found if is_wrapper and getattr(found, "__wrapped__", None) is function else None
-
-
 def is_distributed(value: Any) -> bool:
     """Returns True for what `rankzero.distributed` has made of a function."""
     return hasattr(type(value), "launch_function")
+
+
+def is_importable(value: Any) -> bool:
+    """Returns True for an object that ranks can import from the user module that has defined it."""
+    module = getattr(value, "__module__", None)
+    return isinstance(module, str) and travels(module) and named_like(value, module) is value
 
 
 def named_like(value: Any, module: str) -> Any:
@@ -185,3 +162,21 @@ def named_like(value: Any, module: str) -> Any:
     for part in str(getattr(value, "__qualname__", "")).split("."):
         found = getattr(found, part, None)
     return found
+
+
+_CACHED: Any = functools._lru_cache_wrapper
+
+
+def reduce_wrapper(obj: Any) -> tuple[Any, ...] | None:
+    """Reduces an object around a function that pickle cannot reduce, or would with what ranks must not get."""
+    if is_distributed(obj) and not is_importable(obj):
+        for_ranks: tuple[Any, ...] = obj.in_ranks()
+        return for_ranks
+    if isinstance(obj, functools.cached_property):
+        # Before Python 3.12 it holds a lock.
+        return functools.cached_property, (obj.func,), {"attrname": obj.attrname}
+    if isinstance(obj, _CACHED) and not is_sent_by_name(obj):
+        # To the function that it wraps, with an empty cache.
+        chosen = obj.cache_parameters()
+        return _CACHED, (obj.__wrapped__, chosen["maxsize"], chosen["typed"], functools._CacheInfo), dict(vars(obj))
+    return None

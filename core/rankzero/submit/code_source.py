@@ -7,9 +7,11 @@ of its source if that compiles to the function's code, else by its instructions.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import hashlib
+import importlib.util
 import inspect
 import io
 import linecache
@@ -18,7 +20,7 @@ import token
 import tokenize
 import types
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from rankzero import store
@@ -26,9 +28,10 @@ from rankzero import store
 IMPORTERS = frozenset({"import_module", "__import__", "locate", "resolve_name", "instantiate"})
 """Functions of importlib, pkgutil, pydoc and Hydra: where code names one, a text of one word may name a module."""
 
-_MODULE = re.compile(r"[A-Za-z_]\w*(?:\.\w*)*")
-"""The name of a module or of something in it, also the begin of one: ``acme.models.Net``, ``acme.``"""
-_LAYOUT = frozenset({tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER})
+_IMPORT_NAME = dis.opmap["IMPORT_NAME"]
+_NAME = re.compile(r"""['"]([A-Za-z_]\w*(?:[.:]\w*)*)[%{'"]""")
+"""The name of something in a module, or the begin of one up to a placeholder: ``acme.models.Net``, ``acme.{kind}``."""
+_LAYOUT = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER})
 _MARKS = {tokenize.NEWLINE: "\n", tokenize.INDENT: "\t", tokenize.DEDENT: "\b"}
 _OPENED = tuple(getattr(token, name, -1) for name in ("FSTRING_START", "TSTRING_START"))
 _CLOSED = tuple(getattr(token, name, -1) for name in ("FSTRING_END", "TSTRING_END"))
@@ -41,24 +44,22 @@ class Source(NamedTuple):
         digest: Checksum of a file's tokens.
         imports: Absolute names that it imports anywhere; some may be no modules.
         early: Those of them that are imported when the file is imported itself.
-        texts: Texts in it that may name a module, or the begin of such a name.
-        computes: True if it uses one of `IMPORTERS`, and so may import by any text.
+        texts: Texts in it that may name something in a module, or begin such a name.
+        computes: True if it names one of `IMPORTERS`, and so may import by any text.
     """
 
-    digest: str
+    digest: str = ""
     imports: frozenset[str] = frozenset()
     early: frozenset[str] = frozenset()
     texts: frozenset[str] = frozenset()
     computes: bool = False
 
 
-def source_of_file(path: str, package: str = "") -> Source:
-    """Returns the facts about a file. Raises OSError.
+NOTHING = Source()
 
-    Args:
-        path: The file.
-        package: Name of the package that its relative imports begin at.
-    """
+
+def source_of_file(path: str, package: str = "") -> Source:
+    """Returns the facts about a file, whose relative imports begin at a package. Raises OSError."""
     return _of_file(path, store.fingerprint(path), package)
 
 
@@ -70,7 +71,7 @@ def _of_file(path: str, _fingerprint: str, package: str) -> Source:
         # Not kept beside the facts.
         found = source_of_code.__wrapped__(to_code(source, path, optimize=0), package)
     except (SyntaxError, ValueError):
-        found = Source("")
+        found = NOTHING
     return found._replace(digest=digest_of_source(source))
 
 
@@ -85,60 +86,48 @@ def to_code(source: str | bytes, path: str, *, optimize: int = -1) -> types.Code
 def digest_of_source(source: bytes) -> str:
     """Returns the checksum of the tokens of a source; of one that is not Python, of its bytes."""
     try:
-        data = "\0".join(_words(source)).encode(errors="surrogateescape")
+        return _digest("\0".join(_words(importlib.util.decode_source(source))))
     except (SyntaxError, ValueError, tokenize.TokenError):
-        data = source
-    return hashlib.sha256(data).hexdigest()
+        return hashlib.sha256(source).hexdigest()
 
 
-def _words(source: bytes) -> Iterator[str]:
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+
+
+def _words(source: str) -> Iterator[str]:
     """Yields the tokens of a source, with a mark for each end of a line and change of the indentation.
 
     An f-string is one token, as in Python 3.11. Raises SyntaxError or TokenError.
     """
-    begin, nested, lines = (0, 0), 0, source.splitlines()
-    for kind, text, start, end, _ in tokenize.tokenize(io.BytesIO(source).readline):
+    begin, nested, lines = (0, 0), 0, io.StringIO(source).readlines()
+    for kind, text, start, end, _ in tokenize.generate_tokens(io.StringIO(source).readline):
         if kind in _OPENED:
             begin, nested = begin if nested else start, nested + 1
         elif kind in _CLOSED:
             nested -= 1
             if not nested:
                 part = lines[begin[0] - 1 : end[0]]
-                joined = b"\n".join(part).decode(errors="surrogateescape")
-                yield joined[begin[1] : len(joined) - len(part[-1].decode(errors="surrogateescape")) + end[1]]
+                part[-1] = part[-1][: end[1]]
+                yield "".join(part)[begin[1] :]
         elif not nested and kind not in _LAYOUT:
             yield _MARKS.get(kind, text)
 
 
 @functools.lru_cache(maxsize=1024)
 def source_of_code(code: types.CodeType, package: str | None) -> Source:
-    """Returns the facts about the code of a file or function and of the functions and classes in it.
-
-    Args:
-        code: The code.
-        package: Name of the package that its relative imports begin at.
-    """
+    """Returns the facts about code with the functions and classes in it; relative imports begin at the package."""
     nested = list(_nested(code))
-    texts = {text for each, _ in nested for text in _texts(each.co_consts)}
     computes = any(not IMPORTERS.isdisjoint(each.co_names) for each, _ in nested)
-    found = [(name, is_early) for each, is_run in nested for name, is_early in _imported(each, package or "", is_run)]
-    named = map(name_in_text, texts)
+    # The compiler makes tuples of texts, too.
+    texts = {name.replace(":", ".") for each, _ in nested for name in _NAME.findall(repr(each.co_consts))}
+    found = [pair for each, is_run in nested for pair in _imported(each, package, is_run)]
     return Source(
-        "",
         imports=frozenset(name for name, _ in found),
         early=frozenset(name for name, is_early in found if is_early),
-        texts=frozenset(name for name in named if name and (computes or "." in name)),
+        texts=frozenset(text for text in texts if computes or "." in text),
         computes=computes,
     )
-
-
-def _texts(constants: Iterable[object]) -> Iterator[str]:
-    """Yields the texts among the constants of code, of which the compiler makes tuples, too."""
-    for const in constants:
-        if isinstance(const, str):
-            yield const
-        elif isinstance(const, (tuple, frozenset)):
-            yield from _texts(const)
 
 
 def _nested(code: types.CodeType, is_run: bool = True) -> Iterator[tuple[types.CodeType, bool]]:
@@ -150,18 +139,16 @@ def _nested(code: types.CodeType, is_run: bool = True) -> Iterator[tuple[types.C
             yield from _nested(const, is_run)
 
 
-_IMPORT_NAME = dis.opmap["IMPORT_NAME"]
-
-
-def _imported(code: types.CodeType, package: str, is_run: bool) -> Iterator[tuple[str, bool]]:
+def _imported(code: types.CodeType, package: str | None, is_run: bool) -> Iterator[tuple[str, bool]]:
     """Yields the names that a code imports: also ``module.name`` of ``from module import name``, which may be a module.
 
-    The second value is False for an import that only type checkers make.
+    The second value is False for an import that does not run, or that only type checkers make.
     """
     if _IMPORT_NAME not in code.co_code[::2]:
         # Instructions take long to list.
         return
-    constants: tuple[Any, Any] = (None, None)
+    level: Any = None
+    names: Any = None
     checked, checked_until = False, 0
     for instruction in dis.get_instructions(code):
         kind, value = instruction.opname, instruction.argval
@@ -170,38 +157,12 @@ def _imported(code: types.CodeType, package: str, is_run: bool) -> Iterator[tupl
         checked = value == "TYPE_CHECKING" or (checked and kind in ("TO_BOOL", "EXTENDED_ARG"))
         if kind in ("LOAD_CONST", "LOAD_SMALL_INT"):
             # The compiler pushes the level (0 for absolute imports), then the names, then imports.
-            constants = (constants[1], value)
+            level, names = names, value
         elif kind == "IMPORT_NAME":
-            level, chosen = constants
-            if level and not package:
-                continue
-            base = package.rsplit(".", level - 1)[0] if level > 1 else package
-            module = ".".join(filter(None, (base if level else "", value)))
-            for name in (module, *(f"{module}.{name}" for name in chosen or ())):
-                yield name, is_run and instruction.offset >= checked_until
-
-
-def name_in_text(text: str) -> str:
-    """Returns the name that a text may begin with, up to its first placeholder: "acme." of "acme.%s"; else ""."""
-    begin = re.split("[%{]", text, maxsplit=1)[0].replace(":", ".")
-    return begin if _MODULE.fullmatch(begin) else ""
-
-
-@functools.lru_cache(maxsize=1024)
-def globals_of_classes(code: types.CodeType) -> frozenset[str]:
-    """Returns the globals that class bodies in a function read: annotations of methods, defaults, attributes.
-
-    cloudpickle 3.1 finds only those that functions read.
-    """
-    found: set[str] = set()
-    for each, _ in _nested(code):
-        own = {"__name__"}
-        for instruction in dis.get_instructions(each):
-            if instruction.opname == "STORE_NAME":
-                own.add(instruction.argval)
-            elif instruction.opname in ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS") and instruction.argval not in own:
-                found.add(instruction.argval)
-    return frozenset(found)
+            with contextlib.suppress(ImportError):
+                module = importlib.util.resolve_name("." * level + value, package)
+                for name in (module, *(f"{module}.{name}" for name in names or ())):
+                    yield name, is_run and instruction.offset >= checked_until
 
 
 @functools.lru_cache(maxsize=1024)
@@ -214,9 +175,9 @@ def digest_of_code(code: types.CodeType) -> str:
     linecache.checkcache(code.co_filename)
     lines = linecache.getlines(code.co_filename)
     if code.co_name != "<lambda>" and code in _compiled("".join(lines), code.co_filename):
-        words = [*_words("".join(inspect.getblock(lines[code.co_firstlineno - 1 :])).encode())]
-        return hashlib.sha256("\0".join(words[words.index("def") :]).encode()).hexdigest()
-    return hashlib.sha256(repr(_facts(code)).encode(errors="surrogateescape")).hexdigest()
+        words = [*_words("".join(inspect.getblock(lines[code.co_firstlineno - 1 :])))]
+        return _digest("\0".join(words[words.index("def") :]))
+    return _digest(repr(_facts(code)))
 
 
 @functools.lru_cache(maxsize=64)
@@ -230,15 +191,16 @@ def _compiled(source: str, path: str) -> frozenset[types.CodeType]:
 
 def _facts(code: types.CodeType) -> tuple[object, ...]:
     """Returns the instructions, constants and names of code, without file names and line numbers."""
-    constants = [_constant(const) for const in code.co_consts]
+    constants = [
+        # The order of a set differs between processes.
+        _facts(const)
+        if isinstance(const, types.CodeType)
+        else sorted(map(repr, const))
+        if isinstance(const, frozenset)
+        else const
+        for const in code.co_consts
+    ]
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     # The exception table has the ranges of "try" blocks.
     return code.co_code, constants, names, counts, code.co_exceptiontable
-
-
-def _constant(const: object) -> object:
-    if isinstance(const, types.CodeType):
-        return _facts(const)
-    # The order of a set differs between processes.
-    return sorted(map(repr, const)) if isinstance(const, frozenset) else const

@@ -1,55 +1,52 @@
 """Packs a function or script, its arguments and the user's modules that they need, and names the training by them.
 
-All that is sent counts. The user's own modules (all that are not installed) need not exist where the ranks run:
-
-* a module that can be imported by its name is sent as files, in ``modules.zip``, with its whole package and those that
-  this imports in turn; its functions and classes are pickled by reference, so that each exists once;
-* ``__main__``, notebooks, DAG files under synthetic names, and modules that import an orchestrator, which executors do
-  not have, are pickled by value, as far as the function refers to them.
-
-Inodes, times, retries, the location of a value, comments and the layout of sources do not count.
+All that is sent counts. The user's modules, which need not exist where the ranks run, are sent as files if they can be
+imported by their names; then their functions and classes are pickled by reference, so that each exists once. All other
+code of the user is pickled by value, as far as the function refers to it. Inodes, times, retries, the location of a
+value, comments and the layout of sources do not count.
 """
 
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
+import importlib
+import io
 import logging
 import os
+import pickle
 import re
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import cloudpickle
+from cloudpickle.cloudpickle import _dynamic_class_reduce, _extract_code_globals, dynamic_subimport
 
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
 from rankzero.kinds import NumProcesses
-from rankzero.run.identity import (
-    ARGUMENT,
-    CODE_VERSION,
-    DIGITS,
-    MODULE,
-    NUM_PROCESSES,
-    RESISTS,
-    SENT_CODE,
-    TRAIN,
-)
-from rankzero.submit.code_files import Modules, Needs, UserCode
-from rankzero.submit.code_source import digest_of_source
+from rankzero.run import identity
+from rankzero.run.identity import DIGITS
+from rankzero.submit import code_modules
+from rankzero.submit.code_files import Modules, UserCode
+from rankzero.submit.code_source import IMPORTERS, NOTHING, Source, digest_of_source, source_of_code
 from rankzero.submit.pack_content import Contents
-from rankzero.submit.pack_pickler import TrainingPickler
 from rankzero.submit.training import Program, bind, check_callable, name_of, resolve
 from rankzero.tracking.tracker import Tracker
+from rankzero.values import tensors
 from rankzero.values.pickled import Part, beside, pack
 from rankzero.values.ref import ResultRef, map_refs
 
 logger = logging.getLogger(__name__)
 
-_TEXT = re.compile(rb"\x8c(.)([A-Za-z_]\w*(?:[.:]\w+)*)", re.DOTALL)
-"""A short text in a pickle that may name something in a module, behind its length. One word rarely does."""
+_NAME = re.compile(rb"\x8c(.)([A-Za-z_]\w*(?:[.:]\w*)*)([%{]?)", re.DOTALL)
+"""A short text in a pickle, behind its length, that may name something in a module, or begin such a name."""
+
+_OF_THE_DRIVER = ("DataFrame", "SparkSession", "SparkContext", "RDD")
 
 
 @dataclass(frozen=True)
@@ -76,36 +73,29 @@ class Payload:
         self, world_size: NumProcesses, code_version: str | None = None, user_code: UserCode | None = None
     ) -> dict[str, str]:
         """Returns the checksums of the training's parts by name; ``code_version`` replaces those of its code."""
-        contents = Contents()
-        parts = {NUM_PROCESSES: repr(world_size)}
+        digest_of, train = Contents().digest_of, self.training
+        parts = {identity.NUM_PROCESSES: repr(world_size)}
         for name, value in self.arguments.items():
-            make = functools.partial(contents.digest_of, value)
-            parts[f"{ARGUMENT}{name}"] = _compared(f"the argument {name}", make)
+            parts[f"{identity.ARGUMENT}{name}"] = _compared(f"the argument {name}", digest_of, value)
         if code_version is not None:
-            return parts | {CODE_VERSION: _short(repr(code_version))}
+            version = hashlib.sha256(repr(code_version).encode()).hexdigest()
+            return parts | {identity.CODE_VERSION: version[:DIGITS]}
         if user_code and user_code.sent:
-            parts[SENT_CODE] = user_code.sent[0][:DIGITS]
-        parts[TRAIN] = _compared("the function", lambda: _short(f"{self._own(contents)} {contents.code()}"))
-        return parts | {f"{MODULE}{name}": digest[:DIGITS] for name, digest in self.modules.counted.items()}
-
-    def _own(self, contents: Contents) -> str:
-        """Returns what counts as the function or program itself."""
-        train = self.training
-        if not isinstance(train, Program):
-            return contents.digest_of(train)
-        return (
-            digest_of_source(train.source()) if train.kind == "script" else repr((train.kind, train.target, train.line))
-        )
+            parts[identity.SENT_CODE] = user_code.sent[0][:DIGITS]
+        if isinstance(train, Program):
+            # Where a script lies does not count.
+            facts = (train.kind, train.target, train.line)
+            own = digest_of_source(train.source) if train.kind == "script" else digest_of(facts)
+            parts[identity.TRAIN] = own[:DIGITS]
+        else:
+            parts[identity.TRAIN] = _compared("the function", digest_of, train)
+        return parts | {f"{identity.MODULE}{name}": digest[:DIGITS] for name, digest in self.modules.counted.items()}
 
 
-def _short(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:DIGITS]
-
-
-def _compared(what: str, digest: Callable[[], str]) -> str:
+def _compared(what: str, digest_of: Callable[[object], str], value: object) -> str:
     """Returns a checksum; of what has none, since its class may do anything while it is pickled, another each time."""
     try:
-        return digest()[:DIGITS]
+        return digest_of(value)[:DIGITS]
     except Exception as error:
         logger.warning(
             "%s cannot be compared with that of another try, and counts as unchanged if an orchestrator tries again by "
@@ -114,12 +104,10 @@ def _compared(what: str, digest: Callable[[], str]) -> str:
             type(error).__name__,
             (str(error).splitlines() or [""])[0],
         )
-        return RESISTS + secrets.token_hex(DIGITS // 2)
+        return identity.RESISTS + secrets.token_hex(DIGITS // 2)
 
 
-def build(
-    train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_on: object = (), *, is_alone: bool = False
-) -> Payload:
+def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_on: object = ()) -> Payload:
     """Builds the payload of a training.
 
     Args:
@@ -128,7 +116,6 @@ def build(
         args: Positional arguments. `ResultRef` objects in them, also nested, are opened in the workers.
         kwargs: Keyword arguments; only a function accepts them.
         restart_on: As for `Launcher`; a rank that fails loads it.
-        is_alone: True for a run of one rank, whose objects may depend on a world of one process.
 
     Raises:
         InvalidJobError: ``train`` cannot be run, the arguments do not fit its signature,
@@ -137,50 +124,48 @@ def build(
     refs: list[ResultRef] = []
     map_refs([list(args), dict(kwargs), getattr(train, "launch_config", None)], refs.append)
     training = resolve(train)
-    if is_program := isinstance(training, Program):
-        name, needs, parts = training.name, training.needs(), _parts_of_program(training, args, kwargs)
+    buffers: list[memoryview] = []
+    pickler, other = TrainingPickler(beside(buffers)), TrainingPickler()
+    if isinstance(training, Program):
+        if kwargs:
+            raise InvalidJobError(
+                f"a {training.kind} takes positional arguments only, not {', '.join(sorted(kwargs))}: "
+                f"write '--{next(iter(kwargs))}', value"
+            )
+        name, needs, first = training.name, training.needs, training.first
+        line = [value if isinstance(value, ResultRef) else str(value) for value in args]
+        parts: dict[str, Any] = {"kind": training.kind, "args": (*training.line, *line)}
+        is_script = training.kind == "script"
+        parts |= {"path": training.target, "source": training.source} if is_script else {"name": training.target}
     else:
         check_callable(training, args, kwargs)
-        name, needs = name_of(training), Needs()
+        name, needs, first = name_of(training), NOTHING, None
         parts = {"kind": "function", "name": name, "function": training, "args": args, "kwargs": kwargs}
-    arguments = bind(training, args, kwargs)
-    buffers: list[memoryview] = []
-    pickler, other = TrainingPickler(beside(buffers), is_alone=is_alone), TrainingPickler()
-    if restart_on:
-        try:
-            parts["restart_on"] = other.dumps(restart_on)
-        except Exception as error:
-            raise InvalidJobError(f"restart_on={restart_on!r} cannot be pickled: {error}") from error
-    try:
         # Pickled last, when it is complete.
-        pickled = pickler.dumps(parts if is_program else parts | {"loaded": pickler.loaded})
+        parts["loaded"] = pickler.loaded
+    arguments = bind(training, args, kwargs)
+    try:
+        # A rank that fails loads the exceptions.
+        restart = {"restart_on": other.dumps(restart_on)} if restart_on else {}
+        pickled = pickler.dumps(restart | parts)
     except Exception as error:
-        culprit = _find_culprit(name, arguments, is_alone)
+        culprit = _find_culprit(name, arguments | {"restart_on": restart_on})
         raise InvalidJobError(f"{culprit} cannot be pickled: {error}", code="RZ-1004") from error
-    needs = needs if is_program else pickler.needs
-    texts = {text.decode().replace(":", ".") for length, text in _TEXT.findall(pickled) if length[0] == len(text)}
-    texts = {text for text in texts if needs.computes or "." in text}
-    needs.texts |= texts - pickler.by_value | other.needs.texts
-    needs.modules |= other.needs.modules
-    return Payload(name, pack(pickled, buffers), Modules(needs), refs, training, arguments)
+    found = ((text, mark or length[0] == len(text)) for length, text, mark in _NAME.findall(pickled))
+    texts = {text.decode().replace(":", ".") for text, is_whole in found if is_whole}
+    # Under another name, an importer itself is in the pickle.
+    if not (needs.computes or pickler.computes or any(each.encode() in pickled for each in IMPORTERS)):
+        texts = {text for text in texts if "." in text}
+    imports = needs.imports | pickler.modules | other.modules
+    needs = Source(imports=imports, texts=needs.texts | (texts - pickler.by_value))
+    return Payload(name, pack(pickled, buffers), Modules(needs, first), refs, training, arguments)
 
 
-def _parts_of_program(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the payload of a program, which takes a command line."""
-    if kwargs:
-        raise InvalidJobError(
-            f"a {program.kind} takes positional arguments only, not {', '.join(sorted(kwargs))}: "
-            f"write '--{next(iter(kwargs))}', value"
-        )
-    line = tuple(value if isinstance(value, ResultRef) else str(value) for value in args)
-    return {**program.parts(), "args": (*program.line, *line)}
-
-
-def _find_culprit(name: str, arguments: dict[str, Any], is_alone: bool) -> str:
+def _find_culprit(name: str, arguments: dict[str, Any]) -> str:
     """Returns the name of the argument or function that cannot be pickled."""
     for argument, value in arguments.items():
         try:
-            TrainingPickler(is_alone=is_alone).dumps(value)
+            TrainingPickler().dumps(value)
         except Exception:
             return f"argument {argument!r} (a {type(value).__name__})"
     return f"train={name}, or something it refers to,"
@@ -204,3 +189,90 @@ def pack_trackers(trackers: Sequence[Tracker], engine: Engine) -> dict[str, Any]
             ) from error
     path = [] if engine.drives_elsewhere else [os.path.abspath(entry) for entry in sys.path]
     return {"pickles": pickles, "path": path} if pickles else None
+
+
+class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles what ranks get, and collects what it needs of the user's modules.
+
+    Attributes:
+        modules: Names that ranks import; some may be no modules.
+        by_value: Names in the pickle that are those of modules whose code it has.
+        computes: True if a function in it may import by any text.
+        loaded: Modules below these packages that this process has loaded: code reaches them by any attribute, so ranks
+            import them, too.
+    """
+
+    def __init__(self, on_buffer: Callable[[pickle.PickleBuffer], bool] | None = None) -> None:
+        self._stream = io.BytesIO()
+        super().__init__(self._stream, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=on_buffer)
+        self.modules: set[str] = set()
+        self.by_value: set[object] = set()
+        self.computes = False
+        self.loaded: list[str] = []
+
+    def dumps(self, obj: object) -> bytes:
+        """Pickles an object and collects what it needs of the user's modules."""
+        code_modules.forget_places()
+        self.dump(obj)
+        return self._stream.getvalue()
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduces an object like cloudpickle, and collects the modules that it needs."""
+        return tensors.reduce(obj) or self._reduce(obj)
+
+    def _reduce(self, obj: Any) -> Any:
+        cls, module = type(obj), getattr(obj, "__module__", None)
+        if isinstance(obj, types.ModuleType):
+            return self._module(obj)
+        if cls.__module__.startswith("pyspark.") and cls.__name__ in _OF_THE_DRIVER:
+            raise pickle.PicklingError(
+                f"ranks have no Spark, and so no {cls.__name__}: give a DataFrame as Launcher(dataset=df), and "
+                "read it in the function with rankzero.train.get_dataset_shard()"
+            )
+        if cls.__module__ == "accelerate.state":
+            raise pickle.PicklingError(
+                f"it holds accelerate's {cls.__name__}, the world of this process, and every rank would train "
+                "alone in it: make TrainingArguments or Accelerator inside of the training function"
+            )
+        is_by_name = not isinstance(obj, (type, types.FunctionType)) or code_modules.is_sent_by_name(obj)
+        is_shipped = isinstance(module, str) and code_modules.travels(module)
+        function = obj.launch_function if code_modules.is_distributed(obj) else obj
+        if isinstance(function, types.FunctionType) and (is_shipped or not is_by_name):
+            self._note_imports(function)
+        if (reduced := code_modules.reduce_wrapper(obj)) is not None:
+            return reduced
+        if code_modules.is_importable(obj):
+            self.modules.add(str(module))
+        if is_by_name:
+            return super().reducer_override(obj)
+        # Not by cloudpickle's own decision, which knows nothing of the user's modules, and searches every loaded module
+        # for a function that names none, which takes milliseconds and triggers modules that load lazily.
+        self.by_value.add(module)
+        if isinstance(obj, type):
+            return _dynamic_class_reduce(obj)
+        self.by_value |= {obj.__globals__.get(name) for name in ("__name__", "__package__")}
+        return self._dynamic_function_reduce(obj)
+
+    def _module(self, module: types.ModuleType) -> Any:
+        name = module.__name__
+        if code_modules.travels(name):
+            self._note({name})
+            return importlib.import_module, (name,)
+        if code_modules.is_sent_by_value(name):
+            self.by_value |= {name, module.__package__}
+            return dynamic_subimport, (name, {key: each for key, each in vars(module).items() if key != "__builtins__"})
+        return NotImplemented
+
+    def _note_imports(self, function: types.FunctionType) -> None:
+        used = [function.__globals__.get(name) for name in _extract_code_globals(function.__code__)]
+        modules = {each.__name__ for each in used if isinstance(each, types.ModuleType)}
+        source = source_of_code(function.__code__, function.__globals__.get("__package__"))
+        self.computes |= source.computes
+        self._note(source.imports.union(filter(code_modules.travels, modules)))
+
+    def _note(self, names: Iterable[str]) -> None:
+        """Notes names that code imports, and the modules below those that this process has loaded."""
+        for package in filter(code_modules.travels, names):
+            found = {name for name in list(sys.modules) if name.startswith(f"{package}.")}.difference(self.loaded)
+            self.loaded += sorted(filter(code_modules.travels, found))
+        self.modules.update(names)

@@ -119,9 +119,7 @@ class Submitter:
         self.own: Submission | None = None
         self.existing: Existing | None = None
         self._request = request
-        self._payload = payload = pack.build(
-            train, args, kwargs, request.restart_on, is_alone=request.num_processes == 1
-        )
+        self._payload = payload = pack.build(train, args, kwargs, request.restart_on)
         self._identity = payload.identity(request.num_processes, template.code_version, request.code)
         # The trainer of a compatibility layer may continue runs by their names. That of a step is named by the step.
         self._by_name = bool(getattr(train, "resumes_by_name", False)) and not template.generation

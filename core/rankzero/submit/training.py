@@ -14,24 +14,20 @@ from typing import Any
 
 from rankzero.errors import InvalidJobError
 from rankzero.masking import MASK, Mask, hides, secrets_of, without_credentials
-from rankzero.submit.code_files import Needs
-from rankzero.submit.code_modules import forget_places, spec_of
-from rankzero.submit.code_source import source_of_file, to_code
+from rankzero.submit.code_modules import forget_places, is_distributed, is_importable, spec_of
+from rankzero.submit.code_source import NOTHING, Source, source_of_file, to_code
 from rankzero.values.ref import ResultRef
 
 MODULE = "-m "
 """Prefix of a ``train`` that names a module to run, as for ``python`` and ``torchrun``."""
 
-MAX_PARAMS = 200
-"""Most arguments of a training that are shown."""
-
 MAX_TEXT = 500
-"""Characters to which a value is cut."""
+"""Characters to which a value is cut that is shown."""
 
 _BITS = 1024
-"""Most bits of an integer that is written out: more digits than Python writes would fail the submission."""
+"""Most bits of an integer that is shown: more digits than Python writes would fail the submission."""
 
-_ASSIGNED = re.compile(r"(?:--(?P<long>[^=]+)|[-+~]*(?P<name>\w[\w.@-]*))=(?P<value>.*)", re.DOTALL)
+_ASSIGNED = re.compile(r"[-+~]*(\w[\w.@-]*)=(.*)", re.DOTALL)
 """A word of a command line: ``--name=value``, or ``name=value`` as Hydra has it; not the path ``data/day=1``."""
 
 
@@ -44,41 +40,22 @@ class Program:
             ``--no-python``.
         target: Absolute path of the script, name of the module, or the program.
         line: The first words of the command line, of which the first is a command's program.
+        source: The text of a script.
+        needs: The names of the modules that a script or module needs.
+        first: The directory that is searched before `sys.path` for them.
     """
 
     kind: str
     target: str
     line: tuple[str, ...] = ()
+    source: bytes = b""
+    needs: Source = NOTHING
+    first: str | None = None
 
     @property
     def name(self) -> str:
         """Returns the name that people see."""
         return self.target if self.kind == "module" else os.path.basename(self.target)
-
-    def source(self) -> bytes:
-        """Returns the text of a script."""
-        with open(self.target, "rb") as file:
-            return file.read()
-
-    def needs(self) -> Needs:
-        """Returns what the program needs of the user's modules. Raises InvalidJobError for a script with an error."""
-        if self.kind != "script":
-            # A package is run by its module `__main__`. The needs of a command are unknown.
-            names = {self.target, f"{self.target}.__main__"} if self.kind == "module" else set[str]()
-            return Needs(names, first=os.getcwd())
-        try:
-            to_code(self.source(), self.target)
-        except (SyntaxError, ValueError) as error:
-            raise InvalidJobError(f"train={self.target!r} is not Python: {error}") from None
-        needs = Needs(first=os.path.dirname(self.target))
-        needs.add(source_of_file(self.target))
-        return needs
-
-    def parts(self) -> dict[str, Any]:
-        """Returns the payload's fields for ranks."""
-        if self.kind == "script":
-            return {"kind": self.kind, "path": self.target, "source": self.source()}
-        return {"kind": self.kind, "name": self.target}
 
 
 def resolve(train: object) -> Any:
@@ -93,40 +70,34 @@ def resolve(train: object) -> Any:
     """
     forget_places()
     if isinstance(train, (list, tuple)):
-        return _command(train)
+        if not train or not all(isinstance(word, (str, os.PathLike)) for word in train):
+            raise InvalidJobError(f"train is {train!r}; a command is a list of strings, such as ['bash', 'train.sh']")
+        line = tuple(os.fspath(word) for word in train)
+        return Program("command", line[0], line)
     if isinstance(train, str) and train.startswith(MODULE):
-        return _module(train)
-    if isinstance(train, os.PathLike) or (isinstance(train, str) and not is_module_reference(train)):
-        path = os.fspath(train)
-        absolute = os.path.abspath(os.path.expanduser(path))
-        if not os.path.isfile(absolute):
-            raise InvalidJobError(f"train={path!r}: there is no such script (looked at {absolute})", code="RZ-1005")
-        return Program("script", absolute)
+        name, here = train.removeprefix(MODULE).strip(), os.getcwd()
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise InvalidJobError(f"train={train!r} names no module: write '-m package.module', its arguments apart")
+        root = name.partition(".")[0]
+        if not (spec_of(root, here) or importlib.util.find_spec(root)):
+            raise InvalidJobError(f"train={train!r}: there is no module {root!r} in the working directory or sys.path")
+        # A package is run by its module `__main__`.
+        return Program("module", name, needs=Source(imports=frozenset({name, f"{name}.__main__"})), first=here)
+    is_reference = isinstance(train, str) and ":" in train and os.sep not in train and not train.endswith(".py")
+    if isinstance(train, (str, os.PathLike)) and not is_reference:
+        path = os.path.abspath(os.path.expanduser(os.fspath(train)))
+        if not os.path.isfile(path):
+            raise InvalidJobError(f"train={train!r}: there is no such script (looked at {path})", code="RZ-1005")
+        with open(path, "rb") as file:
+            source = file.read()
+        try:
+            to_code(source, path)
+        except (SyntaxError, ValueError) as error:
+            raise InvalidJobError(f"train={path!r} is not Python: {error}") from None
+        return Program("script", path, (), source, source_of_file(path), os.path.dirname(path))
     found: Any = _function(train) if isinstance(train, str) else train
-    # The plain function of `rankzero.distributed`: the launcher that was asked runs it.
-    return found.launch_function if hasattr(type(found), "launch_function") else found
-
-
-def is_module_reference(text: str) -> bool:
-    """Returns True for ``"package.module:function"`` and ``"-m package.module"``, False for the path of a script."""
-    return text.startswith(MODULE) or (":" in text and os.sep not in text and not text.endswith(".py"))
-
-
-def _command(words: list[Any] | tuple[Any, ...]) -> Program:
-    if not words or not all(isinstance(word, (str, os.PathLike)) for word in words):
-        raise InvalidJobError(f"train is {words!r}; a command is a list of strings, such as ['bash', 'train.sh']")
-    line = tuple(os.fspath(word) for word in words)
-    return Program("command", line[0], line)
-
-
-def _module(train: str) -> Program:
-    name = train.removeprefix(MODULE).strip()
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise InvalidJobError(f"train={train!r} names no module; write '-m package.module', and its arguments apart")
-    root = name.partition(".")[0]
-    if not (spec_of(root, os.getcwd()) or importlib.util.find_spec(root)):
-        raise InvalidJobError(f"train={train!r}: there is no module {root!r} in the working directory or sys.path")
-    return Program("module", name)
+    # In ranks, what `rankzero.distributed` has made of a function is the plain function.
+    return found.launch_function if is_distributed(found) and not is_importable(found) else found
 
 
 def _function(reference: str) -> object:
@@ -176,7 +147,7 @@ def name_of(function: object) -> str:
 def params_of(
     training: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], env: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns the arguments of a call as short plain values, with the defaults of those that were not given.
+    """Returns the arguments of a call, with defaults, as short plain values; ``args`` has all words of a command line.
 
     Args:
         training: The result of `resolve`.
@@ -184,84 +155,71 @@ def params_of(
         kwargs: Keyword arguments.
         env: The ranks' variables. Their secrets are masked, and those of the arguments and of URLs in them.
 
-    Returns:
-        Values by name; for a dict among the arguments, each of its values by ``argument.key``.
-
     Example:
         >>> def train(lr, *, model, token=""): ...
         >>> params_of(train, (0.1,), {"model": {"layers": 2, "weights": object()}, "token": "geheim"}, {})
-        {'lr': 0.1, 'model.layers': 2, 'model.weights': 'object', 'token': '***'}
+        {'lr': 0.1, 'model': "{'layers': 2, 'weights': 'object'}", 'token': '***'}
     """
+    named = bind(training, args, kwargs, all_of=True)
+    groups = [named, *(value for value in named.values() if isinstance(value, dict))]
     if isinstance(training, Program):
-        named = dict(_of_line([str(word) for word in (*training.line, *args)]))
-    else:
-        named = bind(training, args, kwargs, all_of=True)
-    flat: dict[str, Any] = {}
-    for name, value in named.items():
-        is_dict = type(value) is dict and value
-        flat |= {f"{name}.{key}": each for key, each in value.items()} if is_dict else {name: value}
+        words = [*_named([str(word) for word in (*training.line, *args)])]
+        groups = [{name: value} for name, _, value in words]
+        named = {"args": [begin + (MASK if hides(name, value) else value) for name, begin, value in words]}
     # A secret of one argument may be part of another.
-    mask = Mask(secrets_of(env) + secrets_of(flat))
-    return {name: _plain(name, value, mask) for name, value in itertools.islice(flat.items(), MAX_PARAMS)}
+    mask = Mask([*secrets_of(env), *(secret for group in groups for secret in secrets_of(group))])
+    for name, value in named.items():
+        # Not deeper: a value may hold itself.
+        if isinstance(value, (list, tuple)):
+            named[name] = str([_plain(name, item, mask) for item in value[:MAX_TEXT]])
+        elif isinstance(value, dict):
+            shown = itertools.islice(value.items(), MAX_TEXT)
+            named[name] = str({str(key): _plain(str(key), each, mask) for key, each in shown})
+    return {name: _plain(name, value, mask) for name, value in named.items()}
 
 
 def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, all_of: bool = False) -> dict[str, Any]:
-    """Returns the arguments of a call by name; one without a name, as of a command line, has its position.
-
-    Args:
-        function: The function or `Program`.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        all_of: True for the defaults of those that were not given, too.
+    """Returns the arguments of a call by name, and the defaults of others; of a command line or in C as a whole.
 
     Example:
-        >>> def train(lr, *layers, epochs): ...
+        >>> def train(lr, *layers, **options): ...
         >>> bind(train, (0.1, 8, 8), {"epochs": 3})
-        {'lr': 0.1, 'layers.0': 8, 'layers.1': 8, 'epochs': 3}
+        {'lr': 0.1, 'layers': (8, 8), 'epochs': 3}
     """
     try:
         bound = inspect.signature(function).bind(*args, **kwargs)
     except (TypeError, ValueError):
         # Some functions written in C have no signature.
-        return {**{f"#{number}": value for number, value in enumerate(args, 1)}, **kwargs}
+        return {"args": args, "kwargs": dict(kwargs)}
     if all_of:
         bound.apply_defaults()
     named: dict[str, Any] = {}
     for name, value in bound.arguments.items():
-        kind = bound.signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_KEYWORD:
+        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
             # The name of a positional-only parameter may also be that of an option.
             named |= {f"{name}.{key}" if key in named else key: each for key, each in value.items()}
-        elif kind is inspect.Parameter.VAR_POSITIONAL:
-            named |= {f"{name}.{number}": each for number, each in enumerate(value)}
         else:
             named[name] = value
     return named
 
 
-def _of_line(words: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yields ``--name value``, ``--name=value``, ``name=value`` and ``--flag`` by name, other words by position."""
-    number, rest = 0, [*words]
-    while rest:
-        word = rest.pop(0)
+def _named(words: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Yields the words of a command line, each as a name, the beginning of the word with the name, and the value."""
+    for before, word in itertools.pairwise(["", *words]):
         if assigned := _ASSIGNED.fullmatch(word):
-            yield assigned["long"] or assigned["name"], assigned["value"]
-        elif not word.startswith("--") or word == "--":
-            yield f"args.{number}", word
-            number += 1
+            yield assigned[1], word[: assigned.start(2)], assigned[2]
         else:
-            yield word[2:], rest.pop(0) if rest and not rest[0].startswith("--") else True
+            is_value = before.startswith("-") and not word.startswith("--")
+            yield before.lstrip("-") if is_value else "", "", word
 
 
 def _plain(name: str, value: Any, mask: Mask) -> Any:
     if isinstance(value, int) and value.bit_length() > _BITS:
-        return f"an integer of {value.bit_length()} bits"
+        return type(value).__name__
     if hides(name, value):
         return MASK
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, ResultRef):
         return value.uri
-    if isinstance(value, (list, tuple)) and all(isinstance(item, (str, bool, int, float)) for item in value[:MAX_TEXT]):
-        value = str([_plain("", item, mask) for item in value[:MAX_TEXT]])
     return without_credentials(mask.text(value))[:MAX_TEXT] if isinstance(value, str) else type(value).__name__

@@ -7,10 +7,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rankzero.data import order
 from rankzero.data.manifest import File, Manifest, encode_schema
 from rankzero.data.order import Order
+from rankzero.data.shares import Batches, split
 from rankzero.submit.datasets import manifest_of_path
 from rankzero.train import DatasetShard, TrainContext
 
@@ -43,37 +46,27 @@ def test_a_dataset_that_fits_is_shuffled_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    "groups", [[100] * 1000, [3000] * 40, [100, 9000] * 20, [100_000], [1] * 5000, [7] * 64 + [20_000]]
-)
-def test_a_larger_one_is_shuffled_by_groups_and_within_windows(
-    groups: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(order, "WINDOW", 64 * 4096)
-    manifest = manifest_of(groups, 64)
-    first, second = rows_of(manifest, 3), rows_of(manifest, 3, epoch=1)
-    assert sorted(first) == sorted(second) == list(range(sum(groups)))
-    assert first != second or len(groups) == sum(groups)
-    assert first == rows_of(manifest, 3, step=777)
-
-
-@pytest.mark.parametrize(
     ("groups", "drawn"),
-    [([100] * 4000, 40), ([100] * 33, 16), ([1000] * 400, 8), ([100] * 1000 + [20_000], 33), ([20_000] * 20, 1)],
+    [([100] * 4000, 40), ([100] * 33, 16), ([1000] * 400, 8), ([100] * 1000 + [20_000], 33), ([20_000, 99_999], 1)],
     ids=str,
 )
-def test_a_window_draws_from_many_groups_and_has_a_size(
+def test_a_larger_one_is_shuffled_within_windows_that_draw_from_many_groups_and_have_a_size(
     groups: list[int], drawn: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = sum(groups) // 2 if len(groups) == 33 else 8192
     monkeypatch.setattr(order, "WINDOW", 64 * rows)
     manifest = manifest_of(groups, 64)
+    first = rows_of(manifest, 3)
+    assert sorted(first) == sorted(rows_of(manifest, 3, epoch=1)) == list(range(sum(groups)))
+    assert first != rows_of(manifest, 3, epoch=1)
+    assert first == rows_of(manifest, 3, step=777)
     windows = Order(manifest, 3, 0)._windows
     assert len(windows) >= 2
     for window in windows:
         assert len({piece.group for piece in window}) >= drawn
         assert sum(piece.length for piece in window) <= 2 * rows
     # Sorted by a label, the first rows have labels from everywhere.
-    assert drawn == 1 or len({row * 10 // manifest.rows for row in rows_of(manifest, 3)[:200]}) >= 5
+    assert drawn == 1 or len({row * 10 // manifest.rows for row in first[:200]}) >= 5
 
 
 def losses_of(table: pa.Table, path: Path) -> list[float]:
@@ -107,3 +100,39 @@ def test_a_table_that_is_sorted_by_its_label_trains_as_well_as_a_shuffled_one(
     ordered = losses_of(table.sort_by("y"), tmp_path / "sorted.parquet")
     assert len(mixed) == 6
     assert ordered == pytest.approx(mixed, rel=0.2), "a label at a time: 2 and more"
+
+
+# -- shares of ranks
+
+totals = st.integers(0, 300)
+worlds = st.integers(1, 9)
+sizes = st.integers(1, 40)
+
+
+def positions(spans: list[tuple[int, int]]) -> list[int]:
+    return [position for low, high in spans for position in range(low, high)]
+
+
+@given(totals, worlds)
+def test_shares_differ_by_one_row_at_most_and_are_all_rows(total: int, world: int) -> None:
+    parts = [split(total, world, rank) for rank in range(world)]
+    counts = [high - low for low, high in parts]
+    assert max(counts) - min(counts) <= 1
+    assert positions(parts) == list(range(total))
+
+
+@given(totals, worlds, sizes, st.booleans())
+def test_every_rank_has_the_same_number_of_batches(total: int, world: int, size: int, drop_last: bool) -> None:
+    plans = [Batches.of(total, world, rank, size, drop_last=drop_last) for rank in range(world)]
+    assert len({plan.count for plan in plans}) == 1
+    for plan in plans:
+        counts = [plan.done(number + 1) - plan.done(number) for number in range(plan.count)]
+        assert all(0 <= count <= size for count in counts)
+        if drop_last:
+            assert counts == [size] * plan.count
+        else:
+            assert sum(counts) == plan.own
+            # None is empty, unless there are fewer rows than batches.
+            assert plan.own < plan.count or 0 not in counts
+            # Whole ones, but for the last two.
+            assert counts[:-2] == [size] * (plan.count - 2 if plan.count > 2 else 0)

@@ -3,12 +3,12 @@
 import contextlib
 import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from tests.conftest import until
@@ -123,36 +123,10 @@ def test_ranks_that_report_nothing_write_rows_behind_the_checkpoints_of_rank_0(l
     assert (began, sorted(table.to_pandas()["id"])) == ("0000-000001", [0, 1])
 
 
-@pytest.fixture
-def ids(launcher: Launcher, tmp_path: Path) -> Launcher:
-    """A launcher with a dataset of numbers."""
-    pq.write_table(pa.table({"id": list(range(100))}), tmp_path / "ids.parquet")
-    return launcher.options(dataset=str(tmp_path / "ids.parquet"), max_restarts=1)
-
-
 def _failing(count: int) -> Any:
     for number in range(count):
         yield {"id": torch.arange(2) + 2 * number} | ({"extra": ["x", "y"]} if number else {})
     raise RuntimeError("out of memory")
-
-
-def _retried() -> tuple[Table, list[str]]:
-    rows.GROUP_BYTES = 1
-    kinds = []
-    for count in (0, 2):
-        try:
-            rt.write_rows(_failing(count), "retried")
-        except Exception as error:
-            kinds.append(f"{type(error).__name__}: {error}")
-    table = rt.write_rows(({"id": torch.arange(4)} for _ in range(2)), "retried")
-    return table, kinds
-
-
-def test_an_error_of_the_model_stays_its_own_and_leaves_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "GROUP_BYTES", 1)
-    table, kinds = _retried()
-    assert kinds == ["RuntimeError: out of memory"] * 2
-    assert len([name for name in os.listdir(table.uri) if name.startswith("part")]) == 1
 
 
 def test_nothing_that_has_appeared_of_a_call_that_raises_stays(launcher: Launcher) -> None:
@@ -306,19 +280,6 @@ def test_ranks_with_other_columns_write_one_table(launcher: Launcher) -> None:
 
 
 @pytest.mark.soak
-def test_spark_reads_a_table_of_ranks_with_other_columns(launcher: Launcher, session: Any) -> None:
-    # Spark takes a column of nulls alone for integers.
-    cases = [OTHER_COLUMNS[0], OTHER_COLUMNS[2]]
-    tables = launcher.run(_other_columns, [case[:2] for case in cases])
-    for table, (_, _, expected) in zip(tables, cases, strict=True):
-        plain = (
-            [value.asDict() if hasattr(value, "asDict") else value for value in row]
-            for row in table.to_spark(session).collect()
-        )
-        assert _sorted(plain) == _sorted(expected)
-
-
-@pytest.mark.soak
 def test_the_rank_whose_columns_do_not_fit_gets_the_error(launcher: Launcher) -> None:
     with pytest.raises(WorkerFailedError, match="Field a has incompatible types: .*string") as raised:
         launcher.run(_other_columns, [({"a": [1]}, {"a": ["x"]})])
@@ -336,38 +297,55 @@ def test_calls_and_batches_with_other_columns_write_one_table() -> None:
     assert len(table.to_pandas()) == 6, "what was refused is not in the table"
 
 
-@pytest.mark.soak
-def test_spark_reads_times_and_half_precision(session: Any) -> None:
-    import pandas
-
-    frame = pandas.DataFrame({"t": pandas.to_datetime(["2024-01-02 03:04:05.123456789", None]), "id": [0, 1]})
-    frame["zone"] = frame["t"].dt.tz_localize("UTC")
-    half = torch.tensor([0.5, 1.5], dtype=torch.float16)
-    table = rt.write_rows({**{name: frame[name] for name in frame}, "half": half}, "times")
-    row, empty = table.to_spark(session).orderBy("id").collect()
-    assert str(row.t) == "2024-01-02 03:04:05.123456"
-    assert (empty.t, [row.half, empty.half]) == (None, [0.5, 1.5])
+# -- calls that raise: their rows and columns are removed, and a retry writes each row once
 
 
-@pytest.mark.soak
-def test_rows_reach_an_object_store(bucket: str) -> None:
-    handle = Launcher(2, store=f"{bucket}/runs").submit(score, False)
-    table = handle.result(90)
-    assert table.uri.startswith("s3://")
-    assert table.to_arrow().count_rows() == 24
-    launcher = Launcher(2, store=f"{bucket}/runs", dataset=table)
-    assert launcher.run(_read) == [24, 24]
+def _flaky(*batches: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield from batches
+    raise ConnectionError("the source is gone")
 
 
-@pytest.mark.soak
-def test_rows_of_a_call_that_failed_are_not_in_the_table_on_an_object_store(bucket: str) -> None:
-    table, kinds = Launcher(1, store=f"{bucket}/runs").run(_retried)
-    assert kinds == ["RuntimeError: out of memory"] * 2
-    found = table.to_arrow().to_table()
-    assert (found.schema.names, sorted(found["id"].to_pylist())) == (["id"], [0, 0, 1, 1, 2, 2, 3, 3])
+def _raises(name: str, *batches: dict[str, Any]) -> None:
+    with pytest.raises(ConnectionError):
+        rt.write_rows(_flaky(*batches), name)
 
 
-def _read() -> list[int]:
-    shard = rt.get_dataset_shard()
-    mine = [number for batch in shard.iter_batches(5, shuffle=True) for number in batch["id"].tolist()]
-    return [shard.num_rows, len({number for part in rt.all_gather_object(mine) for number in part})]
+def test_columns_of_a_call_that_raised_are_not_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A group of rows is on the disk when the call raises.
+    monkeypatch.setattr(rows, "GROUP_BYTES", 1)
+    _raises("columns", {"id": [1]}, {"id": [2], "extra": ["x"]})
+    table = rt.write_rows({"id": [3]}, "columns")
+    assert table.to_arrow().to_table().to_pydict() == {"id": [3]}
+    # Neither does their type stand in the way of another one.
+    rt.write_rows({"id": [4], "extra": [0.5]}, "columns")
+    assert sorted(table.to_arrow().to_table()["extra"].to_pylist(), key=str) == [0.5, None]
+
+
+def test_columns_of_the_calls_before_stay_when_a_call_raises() -> None:
+    rt.write_rows({"id": [1], "extra": [0.5]}, "before")
+    _raises("before", {"id": [2], "extra": [0.5]})
+    assert rt.write_rows([], "before").to_arrow().to_table().to_pydict() == {"id": [1], "extra": [0.5]}
+
+
+def _one_rank_raises() -> Table:
+    context = rt.get_context()
+
+    def batches() -> Iterator[dict[str, Any]]:
+        yield {"id": [context.rank], "extra": [0.5]}
+        rt.barrier()
+        if context.rank == 1:
+            # Behind the rank that wrote the same columns.
+            rt.barrier()
+            raise ConnectionError("the source is gone")
+
+    if context.rank == 1:
+        with pytest.raises(ConnectionError):
+            rt.write_rows(batches())
+        return rt.write_rows([])
+    table = rt.write_rows(batches())
+    rt.barrier()
+    return table
+
+
+def test_columns_of_another_rank_stay_when_a_call_raises(launcher: Launcher) -> None:
+    assert launcher.run(_one_rank_raises).to_arrow().to_table().to_pydict() == {"id": [0], "extra": [0.5]}

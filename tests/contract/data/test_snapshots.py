@@ -11,21 +11,7 @@ from tests.runs import submitted
 from rankzero import store
 from rankzero.data.manifest import FILE, File, Manifest, encode_schema, from_bytes, to_bytes
 from rankzero.driver.places import compute_tables
-from rankzero.job import Job
 from rankzero.run.directory import Submission
-
-JOB = Job(
-    run_id="r",
-    name="train",
-    num_processes=1,
-    processes_per_task=1,
-    use_gpu=False,
-    backend=None,
-    timeout=None,
-    start_timeout=60,
-    engine={},
-    queries={"train": "db.events"},
-)
 
 
 class Session:
@@ -79,11 +65,3 @@ def test_another_training_under_the_same_id_gets_its_own_rows(tmp_path: Path) ->
     fresh = submit(tmp_path / "r", submission=1, queries={"train": "db.others"})
     found = read(submit(tmp_path / "r", fresh, submission=2, queries={"train": "db.others"}), session)
     assert found["train"].digest == "db.others 2"
-
-
-def test_a_driver_that_takes_a_lost_ones_place_finds_the_rows_of_that_one(tmp_path: Path) -> None:
-    own, session = submit(tmp_path / "r"), Session()
-    frame = {"eval": made(own.new_dataset("eval"), "frame")}
-    before = read(own, session, frame)
-    assert read(own, session, before) == before
-    assert session.asked == 1

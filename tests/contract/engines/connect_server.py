@@ -118,36 +118,3 @@ def accepts(port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
         return True
     return False
-
-
-class Link:
-    """A way to a server that may be cut, and be there again.
-
-    Attributes:
-        url: Of the server by this way.
-    """
-
-    def __init__(self, server: ConnectServer, directory: Path) -> None:
-        self._port = free_port()
-        self._socket = str(directory / "link")
-        self._log = directory / "link.log"
-        self.url = f"sc://127.0.0.1:{self._port}"
-        self._far = self._start("in", server.port)
-        until(lambda: os.path.exists(self._socket), START_TIMEOUT, "one end of the link")
-        self.mend()
-
-    def _start(self, side: str, port: int) -> subprocess.Popen[bytes]:
-        return servers.start(sys.executable, "-c", BRIDGE, side, self._socket, str(port), log=self._log)
-
-    def mend(self) -> None:
-        """Lets connections be made again."""
-        self._near = self._start("out", self._port)
-        until(lambda: accepts(self._port), START_TIMEOUT, "the other end")
-
-    def cut(self) -> None:
-        """Breaks all connections."""
-        servers.stop([self._near])
-
-    def close(self) -> None:
-        """Ends its processes."""
-        servers.stop([self._near, self._far])

@@ -13,7 +13,6 @@ from tests.runs import submitted
 
 from rankzero import InvalidJobError, Launcher, SparkSubmitEngine
 from rankzero.engines.spark import submit
-from rankzero.job import Job
 from rankzero.run.directory import Submission
 
 # Not in this source, which is shipped with the run.
@@ -99,41 +98,33 @@ def test_a_driver_that_a_cluster_queues_is_awaited_for_start_timeout(tmp_path: P
     assert dead_after(submitted(str(tmp_path / "run"), queue_time=600.0).status()) == 600.0
 
 
-class Interrupted(SparkSubmitEngine):
-    """One whose submission is interrupted, as Ctrl-C does."""
+@pytest.mark.parametrize(
+    ("name", "error", "state", "words"),
+    [
+        ("run", FileNotFoundError("spark-submit"), "failed", "not be started: FileNotFoundError: spark-submit"),
+        (
+            "submit",
+            FileNotFoundError("spark-submit"),
+            "failed",
+            "not be started: FileNotFoundError: spark-submit",
+        ),
+        ("submit", KeyboardInterrupt(), "cancelled", "interrupted by KeyboardInterrupt before the driver started"),
+    ],
+)
+def test_a_submission_that_fails_is_recorded_with_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException, state: str, words: str
+) -> None:
+    def fail(engine: SparkSubmitEngine, own: Submission, private: Mapping[str, Any]) -> None:
+        raise error
 
-    def check(self, job: Job) -> None:
-        pass
-
-    def start_driver(self, own: Submission, private: Mapping[str, Any]) -> None:
-        raise KeyboardInterrupt
-
-
-class Broken(Interrupted):
-    """One whose submission fails with an error that is none of rankzero's."""
-
-    def start_driver(self, own: Submission, private: Mapping[str, Any]) -> None:
-        raise FileNotFoundError("spark-submit")
-
-
-@pytest.mark.parametrize("name", ["run", "submit"])
-def test_a_submission_that_fails_is_recorded_with_its_cause(tmp_path: Path, name: str) -> None:
-    launcher = Launcher(2, engine=Broken("spark://head:7077"), store=tmp_path, run_id="one")
-    with pytest.raises(FileNotFoundError):
+    monkeypatch.setattr(SparkSubmitEngine, "check", lambda *_: None)
+    monkeypatch.setattr(SparkSubmitEngine, "start_driver", fail)
+    launcher = Launcher(2, engine=SparkSubmitEngine("spark://head:7077"), store=tmp_path, run_id="one")
+    with pytest.raises(type(error)):
         getattr(launcher, name)(len, "abc")
     found = find(launcher)
     assert found is not None
-    assert found.status().state == "failed"
-    assert "could not be started: FileNotFoundError: spark-submit" in str(found.status().error)
-
-
-def test_an_interrupted_submission_leaves_no_run_that_waits_for_its_driver(tmp_path: Path) -> None:
-    launcher = Launcher(2, engine=Interrupted("spark://head:7077"), store=tmp_path, run_id="one")
-    with pytest.raises(KeyboardInterrupt):
-        launcher.submit(len, "abc")
-    found = find(launcher)
-    assert found is not None
-    assert found.status().state == "cancelled"
-    assert "interrupted by KeyboardInterrupt before the driver started" in str(found.status().error)
+    assert found.status().state == state
+    assert words in str(found.status().error)
     # A driver that the cluster has taken all the same does nothing.
     assert Submission(found.own.run, found.job).is_lost()

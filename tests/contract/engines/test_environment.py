@@ -13,7 +13,6 @@ from tests.contract.engines.pythons import TORCH, python_with
 
 from rankzero import Launcher, SparkEngine
 
-WAIT = 240.0
 ONLY_THERE = "rankzero_test_only_there"
 
 

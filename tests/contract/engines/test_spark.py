@@ -9,12 +9,12 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import wait_until_gone
+from tests.conftest import until, wait_until_gone
 from tests.contract.engines.pickled_late import PickledLate
 from tests.runs import lines_of
 from tests.services import spark_session
@@ -26,7 +26,6 @@ from rankzero import (
     RunCancelledError,
     RunHandle,
     SparkEngine,
-    WorkerFailedError,
 )
 from rankzero.engines.base import AgentGroup
 from rankzero.engines.spark.stage import with_own_python
@@ -105,64 +104,31 @@ def test_the_job_has_its_own_group_and_description(on_session: Launcher, session
             time.sleep(0.02)
         return "done"
 
-    values: list[str] = []
     on_session = on_session.options(num_processes=1, run_id="grouped")
-    thread = threading.Thread(target=lambda: values.append(on_session.run(wait)))
-    thread.start()
-    tracker = session.sparkContext.statusTracker()
-    deadline = time.monotonic() + WAIT
-    while not (jobs := tracker.getActiveJobsIds()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    job = session.sparkContext._jsc.sc().statusStore().job(jobs[0])
-    go.touch()
-    thread.join(WAIT)
-    assert values == ["done"]
+    with ThreadPoolExecutor(1) as executor:
+        value = executor.submit(on_session.run, wait)
+        (number,) = until(session.sparkContext.statusTracker().getActiveJobsIds, WAIT, "a job")
+        job = session.sparkContext._jsc.sc().statusStore().job(number)
+        go.touch()
+        assert value.result(WAIT) == "done"
     # Another store may have a run of this name, which uses the same session.
     assert re.fullmatch("rankzero-grouped-[0-9a-f]{8}", job.jobGroup().get())
     assert job.description().get() == "rankzero: wait on 1 ranks, run grouped"
 
 
-def test_a_failing_rank_is_named_and_the_session_lives_on(on_session: Launcher, session: Any) -> None:
-    def train() -> None:
-        import torch
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        if dist.get_rank() == 1:
-            raise ValueError("bad batch")
-        dist.all_reduce(torch.ones(1))
-
-    with pytest.raises(WorkerFailedError, match="rank 1 on .*ValueError: bad batch") as caught:
-        on_session.run(train)
-    assert caught.value.exception_type == "ValueError"
-    assert session.range(3).count() == 3
-
-
-def test_a_run_is_cancelled_from_another_process_by_its_directory(on_session: Launcher, marker: str) -> None:
+def test_a_run_is_cancelled_by_its_directory(on_session: Launcher, marker: str) -> None:
     def train() -> None:
         print("asleep", flush=True)
         while True:
             time.sleep(0.1)
 
-    directory = os.path.join(str(on_session.store), "cancelled")
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            on_session.options(run_id="cancelled").run(train)
-        except RunCancelledError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    deadline = time.monotonic() + WAIT
-    while not lines_of(directory) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    subprocess.run(
-        [sys.executable, "-c", f"import rankzero; rankzero.RunHandle.attach({directory!r}).cancel()"], check=True
-    )
-    thread.join(WAIT)
-    assert len(errors) == 1
+    on_session = on_session.options(run_id="cancelled")
+    with ThreadPoolExecutor(1) as executor:
+        value = executor.submit(on_session.run, train)
+        until(lambda: lines_of(f"{on_session.store}/cancelled") or value.done(), WAIT, "a line")
+        RunHandle.attach(f"{on_session.store}/cancelled").cancel()
+        with pytest.raises(RunCancelledError):
+            value.result(WAIT)
     assert wait_until_gone(marker) == []
 
 

@@ -104,20 +104,6 @@ def await_event(launcher: Launcher, sign: str) -> None:
     until(look, WAIT, sign)
 
 
-@pytest.mark.soak
-def test_a_cluster_that_grows_while_a_run_waits_is_used(
-    on_session: Callable[..., Launcher], cluster: Standalone
-) -> None:
-    grown = on_session(num_processes=5, run_id="grown")
-    values: list[int] = []
-    thread = threading.Thread(target=lambda: values.append(grown.run(len, "abc")))
-    thread.start()
-    await_event(grown, "offers 4 of the 5")
-    cluster.add_worker()
-    thread.join(WAIT)
-    assert values == [3]
-
-
 def go_on() -> list[int]:
     import rankzero.train as rt
 

@@ -13,14 +13,10 @@ import pytest
 from tests import servers
 from tests.conftest import ROOT, find, free_port, until
 from tests.contract.engines.conftest import Standalone
-from tests.faults.kit import arrival, executor_of, newest_step
-from tests.faults.trainings import HOLD_AT, STEPS, expected, train
 
 from rankzero import (
     EngineError,
-    InvalidJobError,
     Launcher,
-    RunCancelledError,
     RunHandle,
     SparkSubmitEngine,
 )
@@ -90,12 +86,6 @@ def test_the_driver_runs_on_the_cluster_and_no_secret_is_in_a_file_or_command(
     until((Path(handle.directory) / "report.html").exists, WAIT, "the report, of which the driver's zip has the page")
 
 
-def submit_and_die(master: str, store: Path, marker: str) -> None:
-    launcher = Launcher(2, store=store, engine=cluster_engine(master), env={"MARK": marker}, run_id="orphan")
-    launcher.submit(wait_for_file, str(store / "go"))
-    os._exit(9)
-
-
 def wait_for_file(path: str) -> str:
     import rankzero.train as rt
 
@@ -104,27 +94,6 @@ def wait_for_file(path: str) -> str:
     while not os.path.exists(path):
         time.sleep(0.05)
     return "went on"
-
-
-@pytest.mark.soak
-def test_a_run_outlives_its_submitter_and_another_process_attaches_and_cancels(
-    tmp_path: Path, cluster: Standalone, marker: str
-) -> None:
-    store = tmp_path / "store"
-    program = "import sys; from pathlib import Path; from tests.contract.engines import test_spark_submit as t; "
-    program += "t.submit_and_die(sys.argv[1], Path(sys.argv[2]), sys.argv[3])"
-    died = subprocess.run([sys.executable, "-c", program, cluster.url, str(store), marker], cwd=ROOT, timeout=WAIT)
-    assert died.returncode == 9
-    handle: RunHandle[str] = RunHandle.attach(store / "orphan")
-    until(lambda: handle.metrics(), WAIT, "the training")
-    # Lines come by another way than metrics.
-    until(lambda: "training" in "".join(handle.logs()), WAIT, "its first line")
-    again = Launcher(2, store=store, engine=cluster_engine(cluster.url), run_id="orphan")
-    with pytest.raises(InvalidJobError, match="is running another training"):
-        again.submit(who_is_there)
-    handle.cancel()
-    with pytest.raises(RunCancelledError):
-        handle.result(timeout=WAIT)
 
 
 def kill_driver_jvm(pid: int) -> None:
@@ -168,20 +137,6 @@ def test_a_run_ends_when_the_process_that_called_run_is_killed(
 def run_and_wait(master: str, store: Path, marker: str) -> None:
     launcher = Launcher(2, store=store, engine=cluster_engine(master), env={"MARK": marker}, run_id="owned")
     launcher.run(wait_for_file, str(store / "go"))
-
-
-@pytest.mark.soak
-def test_the_driver_on_the_cluster_restarts_what_is_lost(detached: Launcher, tmp_path: Path) -> None:
-    # Its ranks are children of their executor's Python, and not forks of a process that all executors here share.
-    handle = detached.options(warm_start=False, max_restarts=1).submit(train, str(tmp_path), "training", 1)
-    at = until(lambda: arrival(tmp_path, "training"), WAIT, "rank 1")
-    until(lambda: newest_step(handle) == HOLD_AT - 1, WAIT, "a checkpoint")
-    driver = handle.status().driver_pid
-    os.kill(executor_of(at.agent), signal.SIGKILL)
-    result = handle.result(timeout=WAIT)
-    assert result == {"value": expected(STEPS, 2), "history": [[0, 0], [1, HOLD_AT]]}
-    assert [event["cause"] for event in handle.events() if event["type"] == "restart"] == ["lost"]
-    assert handle.status().driver_pid == driver
 
 
 @pytest.mark.soak

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tests.conftest import until
 from tests.runs import folder_of, job_file
 
-from rankzero import InvalidJobError, Launcher, RunHandle, RunNotFoundError, WorkerFailedError
+from rankzero import InvalidJobError, Launcher, RunHandle, WorkerFailedError
 from rankzero.cli import main
 from rankzero.report import page, serve, summary
 from rankzero.report.serve import ReportServer
@@ -238,19 +238,6 @@ def test_a_directory_that_is_no_run_any_more_gives_a_sentence(
     else:
         assert (tmp_path / "page.html").stat().st_size > 0
     assert CliRunner().invoke(main, ["runs", str(tmp_path)]).exit_code == 0
-
-
-def test_no_run_there_is_a_sentence(tmp_path: Path) -> None:
-    done = CliRunner().invoke(main, ["report", str(tmp_path)])
-    assert (done.exit_code, done.stderr) == (1, f"Error: RunNotFoundError: no run lives in {tmp_path}\n")
-
-
-def test_a_hostile_status_is_no_traceback(store: Path, tmp_path: Path) -> None:
-    shutil.copytree(store / "restarted", tmp_path / "run")
-    path = folder_of(tmp_path / "run") / "status.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "metrics": ["no", "dict"]}))
-    with pytest.raises(RunNotFoundError, match="cannot be read as a run of rankzero"):
-        page.collect(RunHandle.attach(tmp_path / "run"))
 
 
 def test_a_value_that_is_not_finite_is_a_gap_of_its_curve() -> None:

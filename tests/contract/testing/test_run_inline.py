@@ -62,6 +62,7 @@ def train(epochs: int) -> int:
     first = int(checkpoint.load()["epoch"]) + 1 if checkpoint else 0
     for epoch in range(first, epochs):
         rt.report({"epoch": epoch}, checkpoint={"epoch": epoch, "weight": torch.full((3,), float(epoch))})
+        rt.context.await_checkpoint()
     return epochs - first
 
 
@@ -98,12 +99,3 @@ def test_what_it_raises_comes_out_as_it_is() -> None:
 
 def test_a_result_that_a_script_would_set() -> None:
     assert run_inline(lambda: rt.set_result(3)).value == 3
-
-
-def test_a_checkpoint_can_be_awaited() -> None:
-    def train() -> str:
-        rt.report({}, checkpoint={"step": 1})
-        rt.context.await_checkpoint()
-        return "done"
-
-    assert run_inline(train).value == "done"

@@ -3,9 +3,12 @@
 import http.server
 import importlib.util
 import json
+import os
+import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -26,45 +29,35 @@ def example() -> ModuleType:
     return module
 
 
-class Hook(http.server.ThreadingHTTPServer):
-    """A webhook that refuses the first post."""
+@dataclass
+class Hook:
+    """A webhook that refuses the first post: its address, and the texts that were posted."""
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.texts: list[str] = []
-        self.is_refused = False
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/hook"
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    server: Hook
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if not self.server.is_refused:
-            self.server.is_refused = True
-            self.send_error(503)
-            return
-        self.server.texts.append(body["text"])
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+    address: str = ""
+    texts: list[str] = field(default_factory=list)
+    is_refused: bool = False
 
 
 @pytest.fixture
 def hook() -> Iterator[Hook]:
-    server = Hook()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    hook = Hook()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            text = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"]
+            self.send_response(200 if hook.is_refused else 503)
+            self.end_headers()
+            hook.texts += [text] * hook.is_refused
+            hook.is_refused = True
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        hook.address = f"http://127.0.0.1:{server.server_address[1]}/hook"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield hook
+        server.shutdown()
 
 
 @pytest.fixture
@@ -85,10 +78,17 @@ def received(server: socket.socket) -> list[str]:
 
 
 def test_a_restarted_run_reaches_a_webhook_that_was_away_and_statsd(
-    example: ModuleType, hook: Hook, statsd: socket.socket, tmp_path: Path, training: Callable[..., Any]
+    example: ModuleType, hook: Hook, statsd: socket.socket, tmp_path: Path
 ) -> None:
     def train_and_fail() -> None:
-        training(0.5)
+        import rankzero.train as rt
+
+        for step in range(2):
+            rt.report({"step": step, "loss": 0.5 / (step + 1)})
+        rt.barrier()
+        if (rt.get_context().attempt, rt.get_context().rank) == (0, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        rt.barrier()
         raise ValueError("no luck\nsecond line")
 
     trackers = [example.Webhook(hook.address), example.StatsD(port=statsd.getsockname()[1], prefix="digits")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import threading
@@ -15,13 +16,14 @@ from tests.conftest import until
 from tests.runs import submitted
 
 from rankzero import InvalidJobError, Launcher, LocalEngine, RunHandle, WorkerFailedError
-from rankzero.driver.driver import Trackers, write_report
+from rankzero.driver.driver import Trackers
 from rankzero.driver.recorder import Recorder
 from rankzero.masking import Mask
 from rankzero.run.status import RunStatus
 from rankzero.submit.pack import pack_trackers
 from rankzero.tracking import Tracker
 from rankzero.tracking.mlflow import training_of
+from rankzero.tracking.tracker import Row, Rows
 
 # Not in this source, which is shipped with the run.
 SECRET = "-".join(["geheim", "4711"])
@@ -197,29 +199,6 @@ def test_what_is_no_tracker_or_cannot_travel_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_driver_that_reads_its_own_run_is_no_follower(tmp_path: Path) -> None:
-    """Else a run that nobody follows would renew its own lease, and never end."""
-    release = tmp_path / "release"
-
-    def wait_for(path: str) -> None:
-        import time
-
-        while not os.path.exists(path):
-            time.sleep(0.02)
-
-    handle = Launcher(1, store=tmp_path / "runs", orphan_timeout=600).submit(wait_for, str(release))
-    directory = handle.own
-    until(lambda: directory.status().state == "running", 60, "the run starts")
-    lease = directory.lease()
-    write_report(directory)
-    assert "<html" in Path(handle.directory, "report.html").read_text()
-    assert directory.lease() == lease
-    list(handle.events())
-    assert directory.lease() != lease
-    release.touch()
-    assert handle.wait(60)
-
-
 def report(loss: float) -> None:
     import rankzero.train as rt
 
@@ -251,3 +230,21 @@ def test_the_id_of_a_training_is_the_same_when_it_is_resumed_and_of_no_other_one
     shutil.rmtree(tmp_path / "nightly")
     launcher.run(report, 0.25)
     assert len({*found, training()}) == 4
+
+
+def metric(rank: int, **metrics: Any) -> dict[str, Any]:
+    return {"type": "metric", "time": 1.0, "rank": rank, "metrics": metrics}
+
+
+def test_rows_are_at_their_step_or_counted() -> None:
+    events = [metric(0, loss=1.0), metric(1, loss=9.0), metric(0, loss=0.5, step=7, note="x", done=True), {"type": "x"}]
+    assert list(Rows((0,)).of(events)) == [Row(0, 1, 1.0, {"loss": 1.0}), Row(0, 7, 1.0, {"loss": 0.5})]
+    assert [row.rank for row in Rows(None).of(events)] == [0, 1, 0]
+    (row,) = Rows((0,)).of([metric(0, loss=float("nan"), epoch=3)])
+    assert row.step == 3
+    assert math.isnan(row.metrics["loss"])
+
+
+def test_what_no_system_could_store_is_left_out() -> None:
+    events = [metric(0, loss=0.5, step=2**63), metric(0, loss=0.25, step=2**62, huge=10**400)]
+    assert [(row.step, row.metrics) for row in Rows((0,)).of(events)] == [(1, {"loss": 0.5}), (2**62, {"loss": 0.25})]

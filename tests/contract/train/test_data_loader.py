@@ -274,31 +274,6 @@ def test_a_position_is_converted_to_another_batch_size(as_rank: Any, kind: Any, 
     assert rows_of(again) == rows_of(loader(size))[begin:]
 
 
-@pytest.mark.parametrize("kind", [DataLoader, Stateful])
-@pytest.mark.parametrize("by_sampler", [False, True])
-def test_a_loaded_position_is_that_of_its_epoch_only(as_rank: Any, kind: Any, by_sampler: bool) -> None:
-    as_rank(0, 1)
-
-    def loader() -> Any:
-        return rt.prepare_data_loader(kind(Numbers(), 3, shuffle=True))
-
-    whole = loader()
-    orders = [rows_of(whole) for _ in range(4)]
-    first = loader()
-    rows_of(first)
-    batches = iter(first)
-    next(batches)
-    state = first.state_dict()
-    for epoch in (1, 3):
-        again = loader()
-        again.load_state_dict(state)
-        (again.sampler if by_sampler else again).set_epoch(epoch)
-        begin = 3 if epoch == state["epoch"] else 0
-        assert rows_of(again) == orders[epoch][begin:]
-        again.set_epoch(1)
-        assert rows_of(again) == orders[1], "an epoch that is set once more begins at its first batch"
-
-
 def test_an_order_follows_the_seed_of_the_loaders_generator(as_rank: Any) -> None:
     as_rank(0, 1)
     used = torch.Generator().manual_seed(1)

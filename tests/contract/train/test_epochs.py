@@ -94,6 +94,19 @@ def test_an_epoch_with_a_limit_of_batches_is_ended_by_set_epoch(source: Callable
     assert [cut_short(again), cut_short(again)] == expected[1:]
 
 
+def test_a_loaded_position_is_that_of_its_epoch_only(source: Callable[..., Source]) -> None:
+    whole, first = source(), source()
+    orders = [list(whole) for _ in range(4)]
+    list(first)
+    cut_short(first, 3)
+    for epoch, begin in ((1, 4), (0, 0), (3, 0)):
+        again = source(first.data.state_dict())
+        again.data.set_epoch(epoch)
+        assert list(again) == orders[epoch][begin:]
+        again.data.set_epoch(1)
+        assert list(again) == orders[1], "an epoch that is set once more begins at its first batch"
+
+
 def raises(source: Source) -> None:
     for number, _ in enumerate(source, 1):
         if number == 5:

@@ -41,44 +41,6 @@ def script(text: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_child_creates_a_client_while_a_part_is_being_uploaded(bucket: str) -> None:
-    text = """
-from types import SimpleNamespace
-from rankzero.train.parts import Parts
-
-url = sys.argv[1]
-begun = threading.Event()
-
-def write(name, data):
-    with remote.Client.of(url).open_write(f"{url}/{name}") as file:
-        file.write(data)
-
-class Slow:
-    at = 0
-
-    def seek(self, at):
-        self.at = at
-
-    def read(self, count):
-        if self.at == 2:
-            # The first 10 MiB are being sent.
-            begun.set()
-        self.at += 1
-        return bytes(8 << 20) if self.at <= 4 else b""
-
-write("slow/driver", b"token")
-start = SimpleNamespace(shared=False, run_directory=f"{url}/slow", run_token="token", scratch="", checkpoint=None)
-thread = threading.Thread(target=Parts(start, str).write, args=("0", "rank-0", Slow()), daemon=True)
-thread.start()
-begun.wait(20)
-status = in_child(lambda: write("child", b"child"))
-thread.join()
-names = "child", "slow/checkpoints/0/rank-0"
-print(status, *[remote.Client.of(url).open_read(f"{url}/{name}").size() for name in names])
-"""
-    assert script(text, bucket) == f"0 5 {32 << 20}\n"
-
-
 def test_a_child_imports_a_module_that_the_reader_thread_was_importing(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import begun, time\nbegun.event.set()\ntime.sleep(1)\n")
     (tmp_path / "begun.py").write_text("import threading\nevent = threading.Event()\n")
@@ -186,36 +148,3 @@ def test_a_part_that_a_removed_directory_refuses_does_not_appear(bucket: str, si
         upload()
     gc.collect()
     assert store.list_files(bucket) == []
-
-
-def write_without_token(directory: str) -> list[str]:
-    """Writes rows, during which the directory of the run loses its token; returns the files of rows."""
-    import s3fs
-
-    import rankzero.train as rt
-    from rankzero import ResultError
-
-    filesystem = s3fs.S3FileSystem()
-    (directory,) = (path for path in filesystem.ls(f"{directory}/submissions") if not path.endswith(".json"))
-    token = filesystem.cat_file(f"{directory}/driver")
-
-    def batches(error: type[Exception] | None) -> Iterator[dict[str, list[int]]]:
-        yield {"x": [1]}
-        filesystem.rm_file(f"{directory}/driver")
-        if error:
-            raise error
-
-    found = []
-    for name, error in ("ends", None), ("raises", ValueError):
-        try:
-            rt.write_rows(batches(error), name)
-        except (ResultError, ValueError):
-            found += [path for path in filesystem.find(directory) if path.endswith(".parquet")]
-        filesystem.pipe_file(f"{directory}/driver", token)
-    return found
-
-
-def test_rows_that_a_removed_directory_refuses_do_not_appear(bucket: str) -> None:
-    env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    launcher = Launcher(1, store=f"{bucket}/runs", run_id="rows", env=env, timeout=WAIT)
-    assert launcher.run(write_without_token, f"{bucket}/runs/rows") == []

@@ -72,18 +72,6 @@ def test_without_a_backend_the_group_is_the_trainings_own(launcher: Launcher) ->
         launcher.options(backend=None).run(train)
 
 
-def test_a_rank_that_fails_in_its_turn_ends_the_run(launcher: Launcher) -> None:
-    def train() -> None:
-        import rankzero.train as rt
-
-        with rt.rank_zero_first():
-            raise OSError("no such file to download")
-
-    with pytest.raises(WorkerFailedError, match="no such file to download") as failure:
-        launcher.run(train)
-    assert failure.value.rank == 0
-
-
 SCRIPT = """
     import rankzero.train as rt
     import torch, torch.distributed as dist

@@ -12,7 +12,6 @@ import pytest
 import torch
 from tests.conftest import find, until
 from tests.contract.kinds_of_values import same
-from tests.faults.kit import SlotsEngine
 
 import rankzero.train as rt
 from rankzero import Launcher, ResultError, RetryableError, RunHandle
@@ -208,48 +207,6 @@ def test_a_sharded_state_passes_through_the_driver_where_the_store_is_out_of_rea
 
     launcher = launcher.options(store="memory://bucket/sharded", run_id="far", max_restarts=1)
     assert launcher.run(train) == [3, [float(number) for number in range(11)]]
-
-
-def test_an_elastic_training_goes_on_with_what_another_number_of_ranks_wrote(
-    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slots = tmp_path / "slots"
-    sizes = [2, 3, 1]
-
-    def train(file: str) -> list[Any]:
-        import time
-
-        import torch
-        import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Shard, distribute_tensor
-
-        import rankzero.train as rt
-
-        dist.init_process_group("gloo")
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        state = {"w": distribute_tensor(torch.zeros(5), mesh, [Shard(0)]), "sizes": [dist.get_world_size()]}
-        if checkpoint := rt.get_checkpoint():
-            loaded = checkpoint.load(into=state)
-            state = {**state, "sizes": loaded["sizes"] + state["sizes"]}
-        attempt = rt.get_context().attempt
-        if attempt == len(sizes) - 1:
-            return [state["sizes"], state["w"].full_tensor().tolist()]
-        state["w"] += 1.0
-        rt.report({"attempt": attempt}, checkpoint=state)
-        while (last := rt.get_checkpoint()) is None or last.metrics["attempt"] < attempt:
-            time.sleep(0.01)
-        if dist.get_rank() == 0:
-            # Never seen half written.
-            Path(f"{file}-new").write_text(str(sizes[attempt + 1]))
-            Path(f"{file}-new").replace(file)
-        dist.barrier()
-        raise RetryableError("the cluster has another size now")
-
-    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
-    slots.write_text(str(sizes[0]))
-    elastic = launcher.options(num_processes=(1, 3), engine=SlotsEngine(str(slots)), max_restarts=2)
-    assert elastic.run(train, str(slots)) == [sizes, [2.0] * 5]
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.soak), 3])

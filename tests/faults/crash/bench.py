@@ -12,13 +12,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from tests.conftest import ORPHAN_TIMEOUT, describe, wait_until_gone
-from tests.faults.crash.points import ANSWERS
 from tests.faults.crash.program import RUN, STEPS
 
 from rankzero import RunHandle, RunNotFoundError, store
@@ -33,6 +32,16 @@ ACTION_TIMEOUT = 180.0
 
 READ_TIMEOUT = 2.0
 """Seconds for which a client waits for an answer of the store, by default 15. A late answer comes after 7 s."""
+
+
+Point = tuple[str, str]
+"""The name of an operation, and ``"before"`` or ``"after"``; or that of a request, and one of `ANSWERS`."""
+
+ANSWERS = ("late", "403", "503", "500", "never")
+"""Wrong answers of a store: later than its client waits, refused, busy, an error although it was done, or none."""
+
+
+_READS = re.compile(r" send (GET|HEAD) ")
 
 
 @dataclass(frozen=True)
@@ -331,3 +340,32 @@ def _begun(notes: Path) -> list[list[tuple[int, int]]]:
 
 def _lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
+
+
+def points_of(names: Sequence[str]) -> list[Point]:
+    """Returns the point before the first operation of each role, and the one after each operation.
+
+    Between two operations of a process its files and peers are in one state, so one point stands for both sides. A
+    request that only reads leaves that state as it is, and adds no point.
+    """
+    roles: set[str] = set()
+    points = []
+    for name in names:
+        if _READS.search(name):
+            continue
+        if (role := name.split()[0]) not in roles:
+            roles.add(role)
+            points.append((name, "before"))
+        points.append((name, "after"))
+    return points
+
+
+def answers_of(names: Sequence[str]) -> list[Point]:
+    """Returns each request to an object store with each wrong answer."""
+    requests = [name for name in names if re.search(r" send (GET|PUT|POST|DELETE|HEAD) ", name)]
+    return [(name, answer) for name in requests for answer in ANSWERS]
+
+
+def spread(points: Sequence[Point], count: int) -> list[Point]:
+    """Returns so many points at equal distances."""
+    return [points[(2 * number + 1) * len(points) // (2 * count)] for number in range(min(count, len(points)))]

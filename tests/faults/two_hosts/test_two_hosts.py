@@ -4,15 +4,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.conftest import until
-from tests.faults.kit import executor_of
 from tests.faults.two_hosts.conftest import INTERFACE, Cluster
 
 from rankzero import EngineError, Launcher, RunHandle, WorkerFailedError
@@ -28,9 +25,6 @@ LOST_WITHIN = 55.0
 KNOWN_WITHIN = 90.0
 """Seconds after which the run has ended: its SparkContext, which misses an executor, has stopped before. Spark itself
 notices anything after 120."""
-
-KILLED_WITHIN = 5.0
-"""Seconds after which a death that closes connections has ended the ranks."""
 
 
 SHORT_CUT = 20.0
@@ -132,54 +126,10 @@ def until_both_train(cluster: Cluster, handle: RunHandle[Any]) -> None:
     time.sleep(1.0)
 
 
-@pytest.mark.soak
-def test_an_executor_that_is_killed_is_named_and_its_ranks_end(
-    cluster: Cluster, launcher: Launcher, submit: Submit, marker: str
-) -> None:
-    handle = submit(launcher, train_together)
-    until_both_train(cluster, handle)
-    (rank,) = cluster.b.processes(marker)
-    killed_at = time.time()
-    os.kill(executor_of(rank), signal.SIGKILL)
-    until(lambda: not cluster.b.processes(marker), KILLED_WITHIN, "the end of the ranks")
-    gone = time.time() - killed_at
-    with pytest.raises((EngineError, WorkerFailedError)) as caught:
-        handle.result(WAIT)
-    print(f"ranks gone after {gone:.1f} s, known after {ended_at(handle) - killed_at:.1f} s: {caught.value!r}")
-    assert cluster.b.name in str(caught.value)
-    assert ended_at(handle) - killed_at < KNOWN_WITHIN
-
-
 def ended_at(handle: RunHandle[Any]) -> float:
     ended = handle.status().ended
     assert ended is not None
     return ended
-
-
-FOLLOW = """
-import json, sys, time
-from rankzero import RunHandle
-handle = RunHandle.attach(sys.argv[1])
-def say(**what):
-    print(json.dumps({"time": time.time(), **what}), flush=True)
-say(state=handle.status().state)
-training = set()
-for line in handle.logs(follow=True):
-    if "step 3" in line or "at " in line:
-        say(line=line)
-    if "step 3" in line:
-        training.add(line[:3])
-    if len(training) == 2:
-        handle.cancel()
-status = handle.status()
-say(state=status.state, error=status.error)
-"""
-
-
-def followed(output: Path) -> Iterator[dict[str, Any]]:
-    for line in output.read_text().splitlines(keepends=True):
-        if line.endswith("\n"):
-            yield json.loads(line)
 
 
 def fail_on(address: str) -> None:
@@ -195,22 +145,6 @@ def test_a_host_that_failed_twice_is_named(cluster: Cluster, launcher: Launcher,
     with pytest.raises(WorkerFailedError):
         handle.result(WAIT)
     assert [event["host"] for event in handle.events() if event["type"] == "bad-host"] == [cluster.b.address]
-
-
-@pytest.mark.soak
-def test_another_host_follows_a_run_and_cancels_it(
-    cluster: Cluster, launcher: Launcher, submit: Submit, marker: str, tmp_path: Path
-) -> None:
-    handle = submit(launcher, train_apart, 600.0)
-    # On host b, which has other processes and another name than the driver's host.
-    follower = cluster.b.start(sys.executable, "-c", FOLLOW, handle.directory, output=tmp_path / "followed")
-    assert follower.wait(WAIT) == 0, (tmp_path / "followed").read_text()
-    first, *lines, last = followed(tmp_path / "followed")
-    assert first["state"] in ("pending", "starting")
-    assert {line["line"][:3] for line in lines} == {"[0]", "[1]"}
-    assert last["state"] == "cancelled"
-    # The run has ended once its ranks have.
-    assert cluster.a.processes(marker) + cluster.b.processes(marker) == []
 
 
 @pytest.mark.soak

@@ -145,21 +145,8 @@ shift
 exec "$@"
 """
 
-TRAIN_THERE = """
-import os, sys
-from rankzero import Launcher
 
-def train():
-    import torch
-    import rankzero.train as rt
-    rt.report({"loss": 1.0}, checkpoint={"w": torch.ones(3)})
-    print("no place but one")
-    return os.environ["RANKZERO_SCRATCH"]
-
-if __name__ == "__main__":
-    handle = Launcher(2, store=sys.argv[1], env={"MARK": os.environ["MARK"]}).submit(train)
-    print(handle.result(120))
-"""
+LAUNCH_THERE = "import sys; from rankzero import Launcher; Launcher(2, store=sys.argv[1]).submit(int).result(120)"
 
 
 def test_a_root_that_is_read_only(tmp_path: Path, marker: str) -> None:
@@ -167,9 +154,8 @@ def test_a_root_that_is_read_only(tmp_path: Path, marker: str) -> None:
     if os.geteuid() != 0 or subprocess.run(["unshare", "--mount", "true"]).returncode:
         pytest.skip("mounts need rights")
     (tmp_path / "local").mkdir()
-    (tmp_path / "there.py").write_text(TRAIN_THERE)
     env = {name: value for name, value in os.environ.items() if name != "TMPDIR"} | {"MARK": marker}
-    python = [sys.executable, str(tmp_path / "there.py"), str(tmp_path / "store")]
+    python = [sys.executable, "-c", LAUNCH_THERE, str(tmp_path / "store")]
     command = ["unshare", "--mount", "sh", "-ec", READ_ONLY, "sh", str(tmp_path), *python]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert "can be written (tried TMPDIR, SPARK_LOCAL_DIRS=" in done.stderr

@@ -23,7 +23,6 @@ from rankzero import EngineError, Launcher
 from rankzero.engines.local import LocalGroup
 from rankzero.task import zygotes
 
-ENDED = 8.0
 WAIT = 60.0
 
 
@@ -167,22 +166,6 @@ def test_an_agent_that_comes_after_the_cancel_is_ended(tmp_path: Path) -> None:
     group.cancel()
     group._on_start(Agent())  # type: ignore[arg-type]
     assert killed.is_set()
-
-
-def test_what_a_killed_agent_left_is_ended_by_the_zygote(launcher: Launcher, tmp_path: Path) -> None:
-    def leave_a_stranger(file: str) -> None:
-        # No parent, session or environment by which anybody could find it.
-        program = f"import os, time; open({file!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-        subprocess.Popen(["setsid", "--fork", sys.executable, "-c", program], env={})
-        while not (os.path.exists(file) and os.path.getsize(file)):
-            time.sleep(0.02)
-        os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(600)
-
-    file = tmp_path / "stranger"
-    with pytest.raises(EngineError):
-        launcher.options(num_processes=1).run(leave_a_stranger, str(file))
-    until(lambda: not is_alive(int(file.read_text())), ENDED, "the end of the stranger")
 
 
 @pytest.mark.usefixtures("own_zygotes")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.faults.kit import Proxy
 
 from rankzero import bounds
 from rankzero.channel import connection
@@ -134,58 +135,13 @@ async def serving(directory: Path, host: str = "127.0.0.1", *, encrypt: bool = F
         await made.close()
 
 
-class Proxy:
-    """Forwards TCP connections to a port, and can reset or silence them."""
-
-    def __init__(self, port: int) -> None:
-        self._target = port
-        self._open = asyncio.Event()
-        self._open.set()
-        self._writers: list[asyncio.StreamWriter] = []
-        self.seen = bytearray()
-
-    async def start(self) -> int:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        return int(self._server.sockets[0].getsockname()[1])
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        theirs, sink = await asyncio.open_connection("127.0.0.1", self._target)
-        self._writers += [writer, sink]
-        with contextlib.suppress(OSError):
-            await asyncio.gather(self._forward(reader, sink), self._forward(theirs, writer))
-
-    async def _forward(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        while data := await source.read(1 << 16):
-            await self._open.wait()
-            self.seen += data
-            sink.write(data)
-            await sink.drain()
-        sink.close()
-
-    def reset(self) -> None:
-        """Breaks every connection."""
-        for writer in self._writers:
-            writer.transport.abort()
-
-    def silence(self) -> None:
-        """Keeps every connection, and forwards nothing."""
-        self._open.clear()
-
-    def heal(self) -> None:
-        """Forwards again, first what was held back."""
-        self._open.set()
-
-    def close(self) -> None:
-        self._server.close()
-        self.reset()
-
-
 @contextlib.asynccontextmanager
 async def proxied(serving: Serving) -> AsyncIterator[tuple[Proxy, int]]:
     """A proxy before a server, and its port."""
-    proxy = Proxy(serving.port)
-    port = await proxy.start()
+    file = serving.directory / "port"
+    file.write_text(str(serving.port))
+    proxy = Proxy(file)
     try:
-        yield proxy, port
+        yield proxy, proxy.port
     finally:
         proxy.close()

@@ -14,24 +14,6 @@ from rankzero.channel.connection import ChannelError
 from rankzero.channel.messages import Beat
 
 
-def test_files_go_both_ways_whole_and_together_with_messages(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with serving(tmp_path) as served:
-            agent = await served.agent()
-            assert agent.driver.digests == {"payload": "x"}
-            here = tmp_path / "here"
-            sending = asyncio.create_task(agent.driver.put("0-value", str(served.offered)))
-            await agent.driver.fetch("payload", str(here))
-            agent.connection.send(Beat(1), 0)
-            await sending
-            await until(lambda: served.received.messages)
-            arrived = str(tmp_path / ".upload-0-value")
-            assert served.server.received == {arrived: served.offered.stat().st_size}
-            assert here.read_bytes() == Path(arrived).read_bytes() == served.offered.read_bytes()
-
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize(
     ("name", "why"),
     [

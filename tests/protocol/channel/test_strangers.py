@@ -100,14 +100,17 @@ def test_an_agent_that_breaks_the_rules_is_dropped_and_the_others_are_served(
     asyncio.run(main())
 
 
-def test_a_shower_of_garbage_has_no_effect(tmp_path: Path) -> None:
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_a_shower_of_garbage_has_no_effect(tmp_path: Path, encrypt: bool) -> None:
     async def main() -> None:
         chance = random.Random(1)
-        async with serving(tmp_path) as served:
+        # Of a record of TLS's handshake, so that some of it is read.
+        begin = b"\x16\x03\x01" if encrypt else b""
+        async with serving(tmp_path, encrypt=encrypt) as served:
             agent = await served.agent()
             sent = 0
             while sent < 1_000_000:
-                pieces = [chance.randbytes(chance.randrange(1, 5000)) for _ in range(50)]
+                pieces = [begin + chance.randbytes(chance.randrange(1, 5000)) for _ in range(50)]
                 sent += sum(map(len, pieces))
                 await asyncio.gather(
                     *(answer(served, piece if len(piece) > 64 else piece + bytes(64)) for piece in pieces)

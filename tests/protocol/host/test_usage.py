@@ -4,8 +4,12 @@ import itertools
 import os
 import threading
 import time
+from pathlib import Path
+
+import pytest
 
 from rankzero import Launcher, RunHandle
+from rankzero.host import usage
 from rankzero.host.usage import USAGE_FIRST_SAMPLE, USAGE_INTERVAL_MAX, USAGE_INTERVAL_MIN, UsageSampler
 
 
@@ -43,3 +47,24 @@ def test_one_agent_of_a_host_samples_for_all(tmp_path: object) -> None:
     assert samples
     gaps = [after["time"] - before["time"] for before, after in itertools.pairwise(samples)]
     assert all(gap > USAGE_INTERVAL_MIN / 2 for gap in gaps), "two of them sample"
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "250000 100000\n"}, 3),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "150000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        ({}, 8),
+    ],
+)
+def test_a_quota_limits_the_cores_of_a_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(usage, "GROUPS", str(tmp_path))
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert usage.available_cores() == cores

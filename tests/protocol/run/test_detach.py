@@ -1,6 +1,5 @@
 """Who is interrupted while it follows a run ends it, or leaves it, however often it is interrupted."""
 
-import inspect
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from rankzero import Launcher, RunCancelledError
-from rankzero.pipeline import open_run
+from rankzero import RunCancelledError
 from rankzero.run.tries import detaching
 
 LOG = logging.getLogger(__name__)
@@ -87,26 +85,3 @@ def test_the_end_of_the_run_itself_is_no_interrupt() -> None:
     with pytest.raises(RunCancelledError):
         follow(run, RunCancelledError("by a user"), goes_on=False)
     assert run.calls == []
-
-
-class Unidentified:
-    """Can be pickled, and not by content."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        frame = inspect.currentframe()
-        while frame:
-            if frame.f_code.co_filename.endswith("submit/pack_content.py"):
-                raise ValueError("not for an identity")
-            frame = frame.f_back
-        return int, ()
-
-
-def test_a_training_without_an_identity_is_asked_for_it_once(
-    launcher: Launcher, caplog: pytest.LogCaptureFixture
-) -> None:
-    step = Step(False, Run())
-    step.is_followed_by_another = False
-    launcher = launcher.options(num_processes=1, run_id="one")
-    with open_run(launcher, abs, (Unidentified(),), {}, step, LOG) as handle:
-        assert handle.result() == 0
-    assert sum("cannot be compared" in record.getMessage() for record in caplog.records) == 1

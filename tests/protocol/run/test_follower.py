@@ -45,22 +45,6 @@ def test_a_follower_yields_lines_metrics_and_the_end_once(tmp_path: Path) -> Non
     assert sorted(again) == sorted(lines)
 
 
-def test_a_follower_shows_the_rank_that_failed_though_it_follows_another(tmp_path: Path) -> None:
-    def fail_on_one() -> None:
-        import rankzero.train as rt
-
-        if rt.get_context().rank == 1:
-            print("no data", flush=True)
-            raise ValueError
-
-    handle = Launcher(2, store=str(tmp_path)).submit(fail_on_one)
-    follower = Follower(handle, ranks=[0])
-    assert LineWritten("[1] no data") in list(follower.follow())
-    assert follower.status is not None
-    assert follower.status.error is not None
-    assert follower.status.error["type"] == WorkerFailedError.__name__
-
-
 def test_every_name_of_the_interface_exists_and_is_documented() -> None:
     text = rankzero.pipeline.__doc__ or ""
     for name in rankzero.pipeline.__all__:

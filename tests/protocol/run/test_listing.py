@@ -41,10 +41,3 @@ def test_a_run_costs_three_requests_and_two_when_its_job_is_known(bucket: str, s
     store.remove(f"{bucket}/runs/run-0")
     submit(bucket, 0, 1, "starting")
     assert next(list_runs(f"{bucket}/runs")).status.state == "starting"
-
-
-def test_directories_of_other_programs_are_no_runs(bucket: str) -> None:
-    submit(bucket, 0, 0, "succeeded")
-    store.write_bytes(f"{bucket}/runs/other/data.csv", b"1")
-    store.write_bytes(f"{bucket}/runs/other-2/status.json", b"{}")
-    assert [one.job.run_id for one in list_runs(f"{bucket}/runs")] == ["run-0"]

@@ -6,7 +6,7 @@ import pytest
 
 from rankzero import store
 from rankzero.run import growing
-from rankzero.run.growing import Appender, PieceWriter, Position, Stream
+from rankzero.run.growing import PieceWriter, Position, Stream
 from rankzero.run.status import RunStatus
 
 WAIT = 30.0
@@ -141,16 +141,3 @@ def test_the_last_bytes_of_a_stream_begin_in_whatever_piece(
     stream.position = start
     assert stream.skip(Position(0, 2, 5), most) is (begin is not None)
     assert stream.position == (begin or start)
-
-
-@pytest.mark.parametrize("place", ["disk", "memory://chain"])
-def test_a_stream_goes_through_all_submissions(place: str, tmp_path: Path) -> None:
-    root = f"{place}/{tmp_path.name}" if "://" in place else str(tmp_path)
-    locations = [f"{root}/{name}/lines" for name in "abc"]
-    for location in (locations[0], locations[2]):
-        store.make_directory(location.rpartition("/")[0])
-        writer = PieceWriter(location) if "://" in place else Appender(location)
-        writer.append([f"of {location.split('/')[-2]}"])
-        if isinstance(writer, PieceWriter):
-            writer.flush()
-    assert list(stream_of(*locations).new()) == ["of a", "of c"]

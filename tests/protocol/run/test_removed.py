@@ -11,13 +11,8 @@ import pytest
 from tests.conftest import until, wait_until_gone
 from tests.runs import submitted
 
-from rankzero import CheckpointConfig, Launcher, RunHandle, RunNotFoundError, store
-from rankzero.channel.messages import Part
-from rankzero.driver.ending import Facts
-from rankzero.driver.recorder import Recorder
-from rankzero.driver.storage import Storage
+from rankzero import Launcher, RunHandle, RunNotFoundError, store
 from rankzero.host.processes import process_namespace
-from rankzero.masking import Mask
 from rankzero.run import observer
 from rankzero.run.status import RunStatus
 
@@ -135,32 +130,6 @@ def _removes(directory: Path) -> bool:
     return directory.exists()
 
 
-def test_a_driver_of_a_removed_run_publishes_and_writes_nothing(tmp_path: Path) -> None:
-    directory = str(tmp_path / "run")
-    old = submitted(directory)
-    assert old.claim_driver()
-    recorder = Recorder(old, Mask())
-    storage = Storage(old, 0, CheckpointConfig(), Facts(1, directory), str(tmp_path))
-    recorder.log(0, ["of the old run"])
-    shutil.rmtree(directory)
-    new = submitted(directory)
-    assert old.is_lost()
-    assert not new.is_lost()
-    (tmp_path / ".upload-part").write_text("old")
-    storage.received[str(tmp_path / ".upload-part")] = 3
-    facts: dict[str, Any] = {"path": "", "shared": False, "sharded": False, "metrics": {}, "time": 0.0, "sha256": ""}
-    facts |= {"file": "rank-0.json", "format": "json", "size": 3, "upload": "part"}
-    storage.add_part(0, Part(id="0000-000000", index=0, **facts))
-    until(lambda: not storage.is_busy, 60, "the commit")
-    assert list(storage.settled()) == [0], "it is not committed"
-    recorder.update(state="running")
-    until(lambda: recorder.superseded, 60, "its notice")
-    recorder.finish(state="cancelled")
-    assert set(old.run.names()) == {"0.json", new.name}
-    assert new.status().state == "pending"
-    storage.close(60.0)
-
-
 SIGNALLED = {"driver_pid": 4242, "driver_namespace": process_namespace(), "driver_start": "17"}
 
 
@@ -196,17 +165,3 @@ def test_a_request_of_another_version_ends_the_run_too(tmp_path: Path, text: str
     assert own.cancel_request() is None
     Path(own.path("cancel")).write_text(text)
     assert own.cancel_request() == {"receiver": {}, "reason": ""}
-
-
-def test_the_first_end_counts(tmp_path: Path) -> None:
-    """A driver was stopped, and another submission has taken its place."""
-    own = submitted(str(tmp_path / "run"), RunStatus(state="running", driver_pid=1))
-    assert own.claim_driver()
-    other = own.run.current()
-    ended = other.finish(RunStatus(state="failed", error={"type": "EngineError", "message": "it seemed dead"}))
-    assert own.is_lost()
-    assert own.finish(RunStatus(state="succeeded")) == ended
-    recorder = Recorder(own, Mask())
-    recorder.finish(state="succeeded")
-    assert recorder.superseded
-    assert RunHandle.attach(own.run.directory).status().state == "failed"
