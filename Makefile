@@ -67,7 +67,7 @@ locks: setup
 	./scripts/lock.sh
 
 # Lightning, Hugging Face, Accelerate, DeepSpeed and torchdata in ranks, a notebook's kernel, Delta tables, OpenLineage,
-# MLflow with its server, TensorBoard, and Prefect (example_integrations): they are installed beside .venv, not into it.
+# MLflow with its server, and TensorBoard: they are installed beside .venv, not into it.
 # By the name of the folder the launcher knows that they are installed, and do not travel.
 FRAMEWORKS = $(CURDIR)/.frameworks/site-packages
 test-frameworks: setup
@@ -77,7 +77,6 @@ test-frameworks: setup
 	PYTHONPATH=.frameworks/build DS_BUILD_OPS=0 .venv/bin/python -m pip install --quiet --no-deps --no-build-isolation \
 		--target $(FRAMEWORKS) deepspeed einops hjson msgpack ninja py-cpuinfo
 	.venv/bin/python -m pip install --quiet --target .frameworks/tracking/site-packages "mlflow==3.*" tensorboard
-	.venv/bin/python -m pip install --quiet --target .frameworks/prefect/site-packages "prefect==3.*"
 	rm -rf $(FRAMEWORKS)/torch $(FRAMEWORKS)/torch-* $(FRAMEWORKS)/numpy $(FRAMEWORKS)/numpy-*
 	PYTHONPATH=$(FRAMEWORKS) .venv/bin/python -m pytest tests/doors/frameworks
 	.venv/bin/python -m pip install --quiet --no-deps --target .frameworks/openlineage httpx2 httpcore2 \

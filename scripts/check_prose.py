@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-CODE = ("core", "airflow_provider", "dagster_integration", "example_dags", "example_integrations")
+CODE = ("core", "airflow_provider", "dagster_integration", "example_dags")
 """Folders whose docstrings, comments and messages are read."""
 
 LIMITS = {"anaphor": 0, "short": 0, "private word": 12}

@@ -86,6 +86,5 @@ if [ -z "$java" ] || [ "$(java_version "$java")" -lt 17 ]; then
   { apt-get update -qq && apt-get install -y -qq openjdk-17-jre-headless; } >/dev/null || die "$hint"
 fi
 
-# The suite's JVMs start with half the processor time, and its Spark's Python workers with a third. They start without, too.
-"$venv/bin/python" -m tests.spark_modules >/dev/null 2>&1 || true
+# The suite's JVMs start with half the processor time. They start without, too.
 [ -e "$venv/spark-classes.jsa" ] || "$venv/bin/python" -m tests.spark_classes >/dev/null 2>&1 || true

@@ -214,6 +214,5 @@ def marker(tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def launcher(tmp_path: Path, marker: str) -> Launcher:
-    """Returns a launcher of two ranks on this machine. ``RANKZERO_TEST_WARM_START=0`` starts them fresh."""
-    warm_start = os.environ.get("RANKZERO_TEST_WARM_START") != "0"
-    return Launcher(2, store=tmp_path / "store", env={"MARK": marker}, start_timeout=240, warm_start=warm_start)
+    """Returns a launcher of two ranks on this machine."""
+    return Launcher(2, store=tmp_path / "store", env={"MARK": marker}, start_timeout=240)

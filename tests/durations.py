@@ -1,4 +1,4 @@
-"""How long each file of tests takes: which come first, which are fast, and how much is left.
+"""How long each file of tests takes: which come first, and which are fast.
 
 A pytest plugin, which `tests/conftest.py` loads. ``make durations`` measures the files anew, with the whole suite.
 """
@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import functools
 import json
-import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.schedule import scope_of
@@ -23,9 +21,6 @@ FAST = 5.0
 UNKNOWN = 60.0
 """Seconds that a file without a measurement counts: it comes early, since all processes wait for a long file that comes
 last."""
-
-SHOWN_EVERY = 60.0
-"""Seconds between two lines that say how much is left."""
 
 
 @functools.cache
@@ -64,55 +59,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: (-groups[scope_of(item.nodeid)], scope_of(item.nodeid), file_of(item.nodeid)))
 
 
-class Progress:
-    """Sums the durations of tests by file, and shows how much is left."""
+class Durations:
+    """Sums the durations of tests by file, and writes them at the end."""
 
-    def __init__(self, config: pytest.Config) -> None:
-        """Begins; `config` is that of the process that starts the others."""
-        self._config = config
+    def __init__(self) -> None:
+        """Begins without any."""
         self._seconds: Counter[str] = Counter()
-        self._expected: dict[str, float] = {}
-        self._began = self._shown = time.monotonic()
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Takes note of the files that will run."""
-        self.expect({file_of(item.nodeid) for item in session.items})
-
-    def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
-        """Does the same where other processes collect."""
-        self.expect(set(map(file_of, ids)))
-
-    def expect(self, files: set[str]) -> None:
-        """Takes note of the files that will run."""
-        seconds = known()
-        self._expected = {path: seconds.get(path, 0.0) for path in files}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Counts a test, and shows how much is left once a minute."""
+        """Counts a test."""
         self._seconds[file_of(report.nodeid)] += report.duration
-        now = time.monotonic()
-        if now - self._shown >= SHOWN_EVERY and (left := self.left(now)):
-            self._shown = now
-            reporter = self._config.pluginmanager.get_plugin("terminalreporter")
-            if reporter:
-                reporter.write_line(f" {(now - self._began) / 60:.0f} min, about {left / 60:.1f} min left")
-
-    def left(self, now: float) -> float | None:
-        """Returns the seconds that are left, at the pace so far; None while too little is done to know it."""
-        done = sum(min(self._seconds[path], seconds) for path, seconds in self._expected.items())
-        if done < SHOWN_EVERY / 10:
-            return None
-        return (now - self._began) * (sum(self._expected.values()) - done) / done
 
     def pytest_sessionfinish(self) -> None:
-        """Writes the durations where asked to."""
-        if self._config.getoption("--measure"):
-            measured = {**known(), **{path: round(seconds, 1) for path, seconds in self._seconds.items()}}
-            there = {path: seconds for path, seconds in sorted(measured.items()) if (FILE.parents[1] / path).exists()}
-            FILE.write_text(json.dumps(there, indent=0) + "\n")
+        """Writes the file."""
+        measured = {**known(), **{path: round(seconds, 1) for path, seconds in self._seconds.items()}}
+        there = {path: seconds for path, seconds in sorted(measured.items()) if (FILE.parents[1] / path).exists()}
+        FILE.write_text(json.dumps(there, indent=0) + "\n")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Counts in the process that starts the others."""
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Progress(config), "rankzero-progress")
+    """Measures in the process that starts the others."""
+    if config.getoption("--measure") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Durations(), "rankzero-durations")

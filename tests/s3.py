@@ -1,6 +1,5 @@
 """A server that speaks S3, as a process of its own, for tests of what lies on an object store."""
 
-import os
 import re
 import sys
 import urllib.error
@@ -75,9 +74,8 @@ A rank's part of a run whose id begins with ``slow`` is accepted after a second.
 class S3Server:
     """moto's server with its buckets in memory; knows what was asked of it."""
 
-    def __init__(self, url: str, log: Path, pid: int | None = None) -> None:
+    def __init__(self, url: str, log: Path) -> None:
         self.url = url
-        self.pid = pid
         self._log = log
 
     @property
@@ -104,19 +102,11 @@ class S3Server:
 
 @contextmanager
 def s3_server(folder: Path) -> Iterator[S3Server]:
-    """Starts the server; it ends with the block.
-
-    `RANKZERO_TEST_S3` names one that runs already, as its URL and its log of requests: ``http://127.0.0.1:8000,/tmp/log``.
-    Its user is ``test``, with the password ``test``.
-    """
-    if running := os.environ.get("RANKZERO_TEST_S3"):
-        url, _, log_of_it = running.partition(",")
-        yield S3Server(url, Path(log_of_it))
-        return
+    """Starts the server; it ends with the block."""
     port = free_port()
     log = folder / "s3.log"
     process = servers.start(sys.executable, "-c", SERVER, str(port), log=log)
-    server = S3Server(f"http://127.0.0.1:{port}", log, process.pid)
+    server = S3Server(f"http://127.0.0.1:{port}", log)
 
     def answers() -> bool:
         assert process.poll() is None, log.read_text()

@@ -23,7 +23,3 @@ lazy_names(
     __name__,
     "decorators.torch_distributor operators.TorchDistributorOperator provider_info.store_or_default",
 )
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])

@@ -18,12 +18,11 @@ from urllib.parse import quote
 
 from airflow.sdk import BaseHook
 
-from airflow_rankzero import provider_info
+from airflow_rankzero import _compat, provider_info
 from airflow_rankzero._compat import AirflowNotFoundException
 from airflow_rankzero.provider_info import CONN_FIELDS
-from airflow_rankzero.secrets import mask_secrets
 from rankzero.errors import InvalidJobError, RankZeroError
-from rankzero.pipeline import store
+from rankzero.pipeline import secrets_of, store
 
 if TYPE_CHECKING:
     from airflow.sdk import Connection
@@ -36,8 +35,11 @@ CONNECT_SCHEME = "sc://"
 _SCHEMES = ("spark://", "k8s://", CONNECT_SCHEME)
 _CONF_OF_EXTRA = {"queue": "spark.yarn.queue", "namespace": "spark.kubernetes.namespace"}
 
-TEST_START_TIMEOUT = 30.0
-"""Seconds for ranks to start while a user waits at a web page."""
+
+def mask_secrets(pairs: Mapping[str, Any]) -> None:
+    """Makes Airflow write ``***`` for the secret values in all later log lines and rendered fields of this process."""
+    for secret in secrets_of(pairs):
+        _compat.mask_secret(secret)
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Target:
             if conf:
                 logger.info("the engine is 'local', so spark_conf has no effect")
             return LocalEngine()
-        if self.is_connect:
+        if (self.master or "").startswith(CONNECT_SCHEME):
             if conf or self.conf:
                 logger.info("a Spark Connect server has its configuration, so spark_conf has no effect")
             return SparkConnectEngine(f"{self.master}{self.parameters}")
@@ -122,11 +124,6 @@ class Target:
         if self.deploy_mode == CLIENT:
             return SparkEngine(master=self.master, conf=merged)
         return SparkSubmitEngine(master=self.master, conf=merged)
-
-    @property
-    def is_connect(self) -> bool:
-        """True if the master is a Spark Connect server."""
-        return self.kind == SPARK and (self.master or "").startswith(CONNECT_SCHEME)
 
 
 class RankZeroHook(BaseHook):
@@ -157,18 +154,17 @@ class RankZeroHook(BaseHook):
         """Returns True if no problem would stop a training, and a message with the problems or the checks.
 
         Airflow calls it on the API server or on a worker; results about Java, GPUs and local paths hold for that
-        machine. It starts no JVM. On Spark Connect, which needs none here, two ranks (or those of one task, if these
-        are more) examine the cluster.
+        machine. It starts no JVM and no rank.
         """
         from rankzero.pipeline import examine
 
         try:
-            target, given = self.get_conn(), examined(self.rankzero_conn_id, {})
-            found = examine(**given, start_timeout=TEST_START_TIMEOUT, trains=target.is_connect)
+            given = examined(self.rankzero_conn_id, {})
+            found = examine(**given, trains=False)
         except RankZeroError as error:
             return False, str(error)
         told = f"seen from {socket.gethostname()}: {found}"
-        if found.healthy and not target.is_connect:
+        if found.healthy:
             told += f", with run directories in {store.root_of(given['store'])}. "
             told += f"What its ranks see shows `rankzero doctor --conn-id {self.rankzero_conn_id}`"
         return found.healthy, told

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow.sdk import BaseOperator, get_current_context
 
-from airflow_rankzero import hooks, openlineage, provider_info, secrets, tries, xcom
+from airflow_rankzero import hooks, openlineage, provider_info, tries, xcom
 from airflow_rankzero._compat import (
     AirflowFailException,
     AirflowNotFoundException,
@@ -190,9 +190,9 @@ class TorchDistributorOperator(BaseOperator):
         content = xcom.by_map_index(content, self.get_closest_mapped_task_group())
         rendered = super().render_template(content, context, jinja_env, seen_oids)
         if isinstance(rendered, str):
-            secrets.mask_secrets({"": rendered})
+            hooks.mask_secrets({"": rendered})
         elif isinstance(rendered, Mapping) and (content is self.env or content is self.spark_conf):
-            secrets.mask_secrets(rendered)
+            hooks.mask_secrets(rendered)
         return rendered
 
     def execute(self, context: Context) -> Any:
@@ -366,7 +366,7 @@ class TorchDistributorOperator(BaseOperator):
             "orphan_timeout": tries.lease(self, ti, deferred=self.deferrable),
         }
         options |= {name: value for name, value in decided_here.items() if options[name] is None}
-        options["env"] = {**secrets.RANK_ENVIRONMENT, **OPTIONS["env"].kind.check("env", options["env"])}
+        options["env"] = {**provider_info.RANK_ENVIRONMENT, **OPTIONS["env"].kind.check("env", options["env"])}
         options["store"] = self.store or target.store or provider_info.store_or_default()
         restart_on = options["restart_on"]
         if isinstance(restart_on, list) and len(restart_on) == 1 and callable(restart_on[0]):

@@ -249,7 +249,7 @@ def convert(name: str, value: Any) -> Any:
     option = OPTIONS[name]
     if not isinstance(value, str) or not option.is_number:
         return value
-    return None if option.default is None and value.strip() in ("", "None") else option.read(value)
+    return None if option.default is None and value.strip() in ("", "None") else option.kind.read(option.name, value)
 
 
 def is_late(value: Any) -> bool:

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rankzero.compat.torch_distributor import TorchDistributor as TorchDistributor
     from rankzero.data.table import Table as Table
     from rankzero.decorator import distributed as distributed
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
     from rankzero.values.ref import ResultRef as ResultRef
 
 
-def lazy_names(package: str, names: str, root: str | None = None) -> Callable[[str], Any]:
+def lazy_names(package: str, names: str, root: str | None = None) -> None:
     """Adds names of other modules to a package; each module is imported when a name of it is used.
 
     Args:
@@ -47,10 +45,8 @@ def lazy_names(package: str, names: str, root: str | None = None) -> Callable[[s
         names: Paths below the root, separated by spaces: ``"directory.RunDirectory status.RunStatus"``. The last
             part may be a module, too.
         root: The package that the paths begin at; None for the package itself.
-
-    Returns:
-        The package's ``__getattr__``.
     """
+    module = vars(sys.modules[package])
     homes = {name: home for home, _, name in (f"{root or package}.{path}".rpartition(".") for path in names.split())}
 
     def load(name: str) -> Any:
@@ -60,8 +56,7 @@ def lazy_names(package: str, names: str, root: str | None = None) -> Callable[[s
         return getattr(__import__(homes[name], fromlist=[name]), name)
 
     # Assigned at run time, since a type checker that sees a `__getattr__` accepts every name.
-    vars(sys.modules[package])["__getattr__"] = load
-    return load
+    module |= {"__getattr__": load, "__dir__": lambda: sorted({*module, *homes})}
 
 
 _NAMES = (
@@ -76,7 +71,3 @@ _NAMES = (
 lazy_names(__name__, _NAMES)
 
 __all__ = sorted(path.rpartition(".")[2] for path in _NAMES.split())
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])

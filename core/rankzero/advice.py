@@ -13,7 +13,6 @@ import sys
 from rankzero.errors import InvalidJobError
 
 TABLE: tuple[tuple[str, str], ...] = (
-    # -- modules and packages
     (
         r"^ModuleNotFoundError: No module named '(?:horovod|sparkdl)\b",
         "Import rankzero.compat.horovod and rankzero.compat.horovod.torch instead: docs/migrate.md#horovod",
@@ -24,34 +23,21 @@ TABLE: tuple[tuple[str, str], ...] = (
         "their names. Write `import {0}` in the training's own module, or install it there",
     ),
     (r"No module named 'pyarrow'|PyArrow .*must be installed", "Spark's executors have no pyarrow: install it there"),
-    (
-        "PYTHON_VERSION_MISMATCH",
-        "driver and executors run different Python minor versions: set spark.pyspark.python to a Python of the "
-        "driver's version on the executors",
-    ),
+    ("PYTHON_VERSION_MISMATCH", "set spark.pyspark.python to a Python of the driver's minor version on the executors"),
     (
         r'Cannot run program "([^"]+)"',
         "the executors have no Python at {0!r}: set spark.pyspark.python to one they have",
     ),
-    # -- what a container may lack
     (
         r"unable to allocate shared memory|unable to open shared memory object",
         "/dev/shm of the host is full: give its container more (docker run --shm-size=8g; on Kubernetes an emptyDir "
         "with medium Memory at /dev/shm), or use fewer workers of data loaders",
     ),
-    (
-        "No space left on device|Disk quota exceeded",
-        "there is no room on a local disk of the host (TMPDIR, spark.local.dir) or in the store: free some, or name "
-        "another one",
-    ),
-    # -- signals
+    ("No space left on device|Disk quota exceeded", "the store or a local disk (TMPDIR, spark.local.dir) is full"),
     ("^killed by SIGKILL", "often the kernel's out-of-memory killer"),
     ("^killed by SIGABRT", "often a NCCL timeout or a failed assertion in native code"),
     ("^killed by SIGSEGV", "a crash in native code; the log shows the Python stack"),
-    (
-        "^killed by SIGBUS",
-        "often a full /dev/shm, or a result's file that was overwritten in place",
-    ),
+    ("^killed by SIGBUS", "often a full /dev/shm, or a result's file that was overwritten in place"),
     ("^killed by SIGTERM", "something outside of the run asked it to end"),
 )
 """Patterns of texts, each with what to do. The first that matches counts; an exception's text begins with its type.
@@ -77,19 +63,6 @@ def advised(message: str, text: str = "") -> str:
 
 
 def require(need: str, requirement: str, *modules: str) -> None:
-    """Raises InvalidJobError unless modules are installed here; it imports none of them.
-
-    Args:
-        need: The beginning of the message, such as "the ranks need".
-        requirement: The argument of ``pip install`` that installs them, with its quotes.
-        modules: Names of the modules.
-    """
-    if missing := [name for name in modules if not _is_installed(name)]:
+    """Raises InvalidJobError, which names ``pip install``'s argument, unless modules are installed; imports none."""
+    if missing := [name for name in modules if importlib.util.find_spec(name) is None]:
         raise InvalidJobError(f"{need} {' and '.join(missing)} here: pip install {requirement}")
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False

@@ -42,12 +42,7 @@ def scaled(seconds: float) -> Callable[[], float]:
 
 
 def stretched(seconds: float, least: float = math.inf) -> Callable[[], float]:
-    """Returns a limit by which healthy processes are judged: `TIME_SCALE` stretches it.
-
-    Args:
-        seconds: The limit.
-        least: The seconds to which `TIME_SCALE` may shrink it; by default it never does.
-    """
+    """Returns a limit by which healthy processes are judged: `TIME_SCALE` stretches it, or shrinks it to ``least``."""
     return lambda: max(min(seconds, least), seconds * scale())
 
 
@@ -61,25 +56,18 @@ STORE_RETRY_INTERVAL = scaled(1.0)  # Between two requests to a store that fails
 WRITE_RETRY_INTERVAL = scaled(0.5)  # Between two tries to write a checkpoint, a result or lines to such a store
 LOG_TAIL_WIDTH = 2000  # Characters of each of the last lines of a rank that an error message shows
 MEET_TIMEOUT = stretched(30.0)  # For a rank to connect to rank 0's rendezvous
-
-# Who cancels a run, and the run's driver.
 CANCEL_TIMEOUT = stretched(30.0)  # Beyond stop_grace; nearly all of it if neither agents nor engine reply
 STOP_MARGIN = stretched(2.0)  # Beyond the grace, until agents are cancelled at the engine, which has as long
 REPORT_TIMEOUT = stretched(10.0)  # For the report, or the last card, of a run that has ended
 TRACKERS_TIMEOUT = scaled(10.0)  # For all trackers after a run's end
-
-# The channel: its two ends, in agents and the driver.
 CONNECTION_LOST_AFTER = stretched(45.0, least=13.5)  # Without a byte; after a cut of 20 s TCP resumes within 40
 DELIVERY_INTERVAL = 0.5  # Between two deliveries of metrics, and of lines of a rank that prints little
-
-# Agents, and the driver that waits for them.
 STACKS_WINDOW = stretched(5.0)  # For stacks to arrive once a run counts as hung
 CHECKPOINT_COMMIT_TIMEOUT = scaled(600.0)  # For checkpoints at a run's end, and for a rank that waits for one
 WAITING_INTERVAL = scaled(30.0)  # Between two messages about what an attempt waits for
 
 # Polls of what cannot wake the process that waits for it: the longer it usually takes, the longer the interval.
-POLL_INTERVAL_BRIEF = 0.02  # A lock
-POLL_INTERVAL_SHORT = 0.05  # A file
+POLL_INTERVAL_SHORT = 0.05  # A lock or a file
 POLL_INTERVAL = 0.1  # A directory, or a full window
 POLL_INTERVAL_LONG = 0.5  # Ranks and slots
 POLL_INTERVAL_LONGEST = 1.0  # A server that starts, or an owner

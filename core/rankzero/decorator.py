@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, cast
+from typing import Any, Generic, ParamSpec, Self, TypeVar, cast
 
 from rankzero.errors import InvalidJobError
 from rankzero.launcher import Launcher
 from rankzero.train.context import RANK_PROCESS
-
-if TYPE_CHECKING:
-    from rankzero.run.handle import RunHandle
-    from rankzero.sweep import Sweep
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,24 +52,13 @@ class DistributedFunction(Generic[P, R]):
         """Calls the plain function in this process."""
         return self.launch_function(*args, **kwargs)
 
-    def submit(self, *args: P.args, **kwargs: P.kwargs) -> RunHandle[R]:
-        """Starts a run that outlives this process. Returns and raises like `Launcher.submit`."""
-        return self.launcher.submit(self, *args, **kwargs)
-
-    def map(self, params: Iterable[Mapping[str, Any]], /, **options: Any) -> Sweep:
-        """Trains with many sets of keyword arguments. Takes, returns and raises what `Launcher.map` does."""
-        return self.launcher.map(self, params, **options)
-
     def options(self, **changes: Any) -> Self:
-        """Returns a copy with changed options of the launcher. Raises InvalidJobError for one that does not exist."""
+        """Returns a copy with changed options of the launcher. Raises InvalidJobError for a wrong value."""
         return type(self)(self.launch_function, self.launcher.options(**changes))
 
     def in_ranks(self) -> tuple[Any, ...]:
         """Returns how `rankzero.submit` pickles the function for ranks: without the launcher, which stays here."""
         return type(self), (self.launch_function, Launcher(1))
-
-    def __repr__(self) -> str:
-        return f"<distributed {self.launch_function!r} by {self.launcher!r}>"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         # By its name, so that a module which is imported again has the same object.

@@ -17,10 +17,6 @@ def encodable(text: str) -> str:
 
     `os.listdir` returns lone surrogates for file names that are not UTF-8. A log in UTF-8 or JSON cannot store them,
     and a PostgreSQL column cannot store a NUL.
-
-    Example:
-        >>> encodable("caf\udce9.csv")
-        'caf\\udce9.csv'
     """
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
@@ -117,8 +113,6 @@ class InsufficientSlotsError(EngineError):
     """Raised if the cluster has fewer task slots (or GPUs) than the job needs."""
 
     code = "RZ-2100"
-    needed: int | None
-    available: int | None
 
 
 class StartTimeoutError(EngineError, TimeoutError):

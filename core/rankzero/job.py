@@ -8,7 +8,6 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,39 +179,11 @@ class Job:
                     f"the job has format {facts.get('format')}, and this version of rankzero reads format {FORMAT}: "
                     "use the version that submitted the run"
                 )
-            if found := strange(facts, {name: kind for name, kind in _KINDS.items() if name in facts}):
-                raise ValueError(found)
             known = {field.name for field in dataclasses.fields(Job)}
             # A live run of a later version may have further fields.
             return Job(**{name: value for name, value in facts.items() if name in known})
         except (AttributeError, TypeError, ValueError) as error:
             raise RunNotFoundError(f"the job was written by another version of rankzero: {error}") from None
-
-
-# Types of the fields that readers use.
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    "run_id": str,
-    "name": str,
-    "created": (int, float),
-    "cpus_per_process": (int, type(None)),
-    "params": dict,
-    "metrics": dict,
-    "labels": dict,
-    "prices": dict,
-    "engine": dict,
-    "identity_parts": dict,
-}
-
-
-def strange(facts: Mapping[str, Any], kinds: Mapping[str, type | tuple[type, ...]]) -> str | None:
-    """Returns a sentence about the first fact of a wrong type; None if there is none.
-
-    Args:
-        facts: Values from a file, whose author is unknown.
-        kinds: Expected types by name; a missing fact counts as None.
-    """
-    found = (name for name, kind in kinds.items() if not isinstance(facts.get(name), kind))
-    return next((f"{name} is {facts.get(name)!r:.100}" for name in found), None)
 
 
 def new_run_id(name: str) -> str:

@@ -7,6 +7,7 @@ checks, so that a wrong value has the same message everywhere.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import operator
 import os
@@ -58,20 +59,14 @@ class Kind:
     read: Callable[[str, str], Any] = as_text
 
 
-def _own_number(value: Any) -> Any:
-    """Returns a number of another library, such as numpy's, as Python's; other values unchanged."""
-    if isinstance(value, float):
-        return float(value)
-    return operator.index(value) if hasattr(type(value), "__index__") and not isinstance(value, bool) else value
-
-
 def valued(
     is_valid: Callable[[Any], bool], wanted: str, form: str = "", plain: Any = None, read: Any = as_text
 ) -> Kind:
     """Returns a kind whose values are used as they are given."""
 
     def check(name: str, value: Any) -> Any:
-        value = _own_number(value) if plain in (int, float) else value
+        if plain is int and hasattr(type(value), "__index__") and not isinstance(value, bool):
+            value = operator.index(value)  # Of numpy's integers
         if not is_valid(value):
             raise _wrong(f"{name} is {value!r}; {wanted}")
         return value
@@ -102,13 +97,6 @@ def duration(text: str) -> float:
     return sum(float(count) * _UNITS[unit] for count, unit in parts)
 
 
-def spelt(value: Any) -> Any:
-    """Returns a number or flag as Spark spells it, and any other value unchanged."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value) if isinstance(value, (int, float)) else value
-
-
 _read_count = _reader("it must be a whole number", int)
 _read_bound = _reader("it must be a whole number or MIN:MAX", int)
 
@@ -121,7 +109,6 @@ def _read_world(name: str, text: str) -> Any:
 def _check_world(name: str, value: Any) -> NumProcesses:
     if not isinstance(value, (tuple, list)):
         return AUTO if isinstance(value, str) and value == AUTO else POSITIVE.check(name, value)
-    value = tuple(map(_own_number, value))
     if not _is_range(value):
         raise _wrong(f"{name} is {value!r}; an elastic world has a smallest and a largest size, such as (2, 8)")
     return value[0], value[1]
@@ -145,7 +132,8 @@ def _check_strings(name: str, value: Any) -> dict[str, str]:
     """Returns the mapping, with numbers and flags as Spark spells them, as JSON, YAML and templates make them."""
     if value is not None and not hasattr(value, "keys"):
         raise _wrong(f"{name} is {value!r}; it must map strings to strings")
-    pairs = {key: spelt(value[key]) for key in value or ()}
+    given = {key: value[key] for key in value or ()}
+    pairs = {key: json.dumps(item) if isinstance(item, (int, float)) else item for key, item in given.items()}
     for key, item in pairs.items():
         if not isinstance(key, str) or not isinstance(item, str):
             # Not the value, which may be a password.
@@ -167,10 +155,6 @@ def _check_restart_on(name: str, value: Any) -> Any:
     return items
 
 
-def _is_positive(value: Any) -> bool:
-    return type(value) is int and value > 0
-
-
 _BACKENDS = ("auto", "nccl", "gloo", None)
 
 SECONDS = valued(
@@ -183,8 +167,9 @@ SECONDS = valued(
 COUNT = valued(
     lambda value: type(value) is int and value >= 0, "it must be a whole number, 0 or more", "N", int, _read_count
 )
-COUNT_FROM_ONE = valued(_is_positive, "it must be a whole number, 1 or more", "N", int, _read_count)
-POSITIVE = valued(_is_positive, "it must be a positive integer", "N", int, _read_count)
+POSITIVE = valued(
+    lambda value: type(value) is int and value > 0, "it must be a positive integer", "N", int, _read_count
+)
 FLAG = valued(lambda value: type(value) is bool, "it must be True or False", "FLAG", bool)
 BACKEND = valued(
     _BACKENDS.__contains__,

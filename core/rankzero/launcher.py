@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 from rankzero import bounds, store
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job, world_bounds
-from rankzero.kinds import COUNT_FROM_ONE, MODE
-from rankzero.options import HELP, TABLE, Options, refuse_unknown
+from rankzero.kinds import MODE, POSITIVE
+from rankzero.options import HELP, TABLE, Options
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rankzero.run.handle import RunHandle
     from rankzero.run.tries import PipelineTry
     from rankzero.submit.start import Request
-    from rankzero.sweep import Mode, Sweep
+    from rankzero.sweep import Sweep
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,8 +55,7 @@ class Launcher(Options):
     """
 
     def options(self, **changes: Any) -> Launcher:
-        """Returns a copy with changed fields. Raises InvalidJobError for a field that does not exist."""
-        refuse_unknown(changes)
+        """Returns a copy with changed options. Raises InvalidJobError for a wrong value."""
         return replace(self, **changes)
 
     @overload
@@ -97,18 +96,15 @@ class Launcher(Options):
         /,
         *,
         metric: str | None = None,
-        mode: Mode = "min",
+        mode: str = "min",
         max_parallel: int = 1,
     ) -> Sweep:
         """Runs a sweep: trains with many sets of keyword arguments, some in parallel, and compares the trials.
 
         Each trial is a run with its own directory, named after its arguments and ``run_id`` if this launcher has one. A
         trial that fails does not end the sweep; an interrupt of this call ends all trials. Called again with the same
-        ``run_id`` after an interrupt, the sweep returns results that had succeeded, and trains only the rest; trials
-        may then be added, left out or reordered. After a call that has returned, the next one trains all trials again,
-        and resumes those that had failed. Trials share this engine: with
-        ``SparkEngine(session=...)`` one session, and the cluster needs slots for ``max_parallel`` of them; with
-        ``SparkEngine(master=...)`` each starts its own.
+        ``run_id`` after an interrupt, the sweep returns results that had succeeded, and trains only the rest. After a
+        call that has returned, the next one trains all trials again, and resumes those that had failed.
 
         Args:
             train: As for `run`; a function that takes keyword arguments.
@@ -136,17 +132,15 @@ class Launcher(Options):
             0.3
         """
         from rankzero.run.handle import RunHandle
-        from rankzero.sweep import named, run_trials
+        from rankzero.sweep import run_trials
 
-        COUNT_FROM_ONE.check("max_parallel", max_parallel)
+        POSITIVE.check("max_parallel", max_parallel)
         MODE.check("mode", mode)
-        trials = named(self.run_id, params)
 
-        def start(number: int) -> AbstractContextManager[RunHandle[Any]]:
-            run_id, kwargs = trials[number]
+        def start(run_id: str | None, kwargs: dict[str, Any]) -> AbstractContextManager[RunHandle[Any]]:
             return open_run(self.options(run_id=run_id), train, (), kwargs)
 
-        sweep = run_trials(start, [kwargs for _, kwargs in trials], metric, max_parallel)
+        sweep = run_trials(start, self.run_id, params, metric, max_parallel)
         sweep.metric, sweep.mode = metric, mode
         for trial in sweep:
             if trial.result:
@@ -179,12 +173,7 @@ class Launcher(Options):
         return durable.submit(self._for(train)._request(), train, args, kwargs)
 
     def _for(self, train: Any, *, named: bool = True) -> Launcher:
-        """Returns this launcher with the options of a compatibility layer's trainer.
-
-        Args:
-            train: As for `run`. A trainer has ``launch_options``, and ``launch_names``: its ``run_id`` and ``store``.
-            named: False for a pipeline step, every try of which finds the run by the step's own name and store.
-        """
+        """Returns this launcher with the options of a compatibility layer's trainer, if ``named`` its names, too."""
         methods = ("launch_options", "launch_names") if named else ("launch_options",)
         given = [method() for name in methods if callable(method := getattr(train, name, None))]
         return self.options(**{name: value for options in given for name, value in options.items()}) if given else self
@@ -207,8 +196,6 @@ class Launcher(Options):
         from rankzero.submit.pack import pack_trackers
         from rankzero.submit.start import Request
 
-        if self.restart_on and not self.max_restarts:
-            logger.warning("restart_on=%r restarts nothing, since max_restarts is 0", self.restart_on)
         world = self._world()
         least, most = world_bounds(world)
         own = {each.name: getattr(self, each.name) for each in fields(Job) if each.name in TABLE}

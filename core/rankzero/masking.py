@@ -23,8 +23,7 @@ _NO_SECRET_NAME = re.compile(r"[._-](file|path|dir)$", re.IGNORECASE)
 _NO_SECRET = re.compile(r"true|false|.{0,3}", re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?[\d.,]{1,7}(e[-+]?\d+)?", re.IGNORECASE)
 
-_SHORT = 8
-"""Characters of a secret below which it is masked only as a whole word."""
+_SHORT = 8  # Characters of a secret below which it is masked only as a whole word
 
 
 def secrets_of(pairs: Mapping[str, Any]) -> list[str]:
@@ -66,12 +65,7 @@ _SETTING = re.compile(r"([?&;]\s*([\w.-]+)=)([^&;\s'\"]+)")
 
 
 def without_credentials(text: str) -> str:
-    """Returns the text with the passwords and tokens of its URLs masked.
-
-    Example:
-        >>> without_credentials("jdbc:postgresql://db/x?user=me&password=geheim and s3://me:geheim@host/runs")
-        'jdbc:postgresql://db/x?user=me&password=*** and s3://me:***@host/runs'
-    """
+    """Returns the text with the passwords and tokens of its URLs masked."""
     text = _PASSWORD.sub(rf"\1{MASK}@", text)
 
     def masked(found: re.Match[str]) -> str:
@@ -81,12 +75,7 @@ def without_credentials(text: str) -> str:
 
 
 class Mask:
-    """Replaces secrets by ``***``.
-
-    Example:
-        >>> Mask(["geheim"]).text("the key is geheim")
-        'the key is ***'
-    """
+    """Replaces secrets by ``***``."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         # A key of several lines is printed line by line.
@@ -99,18 +88,13 @@ class Mask:
         """Returns the text with all secrets masked."""
         return self._pattern.sub(MASK, text) if self._pattern else text
 
-    def lines(self, lines: list[str]) -> list[str]:
-        """Returns the lines with all secrets masked."""
-        return [self.text(line) for line in lines] if self._pattern else lines
-
-    def facts(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the facts of a failure with all secrets masked in their texts and lists of lines."""
-        return {name: self._fact(value) for name, value in facts.items()}
-
-    def _fact(self, value: Any) -> Any:
+    def facts(self, value: Any) -> Any:
+        """Returns a value with all secrets masked in its texts, also inside lists and dicts."""
         if isinstance(value, str):
             return self.text(value)
-        return [self.text(item) for item in value] if isinstance(value, list) else value
+        if isinstance(value, dict):
+            return {name: self.facts(item) for name, item in value.items()}
+        return [self.facts(item) for item in value] if isinstance(value, list) else value
 
 
 def _pattern_of(secret: str) -> str:

@@ -7,12 +7,11 @@ entry here, and the code that uses it.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,14 +29,7 @@ T = TypeVar("T")
 
 
 def option(default: T, kind: Kind, *, shown: bool = True, **facts: Any) -> T:
-    """Returns an entry of the table; `Option` describes the facts.
-
-    Args:
-        default: The default.
-        kind: The kind of its values.
-        shown: False if ``repr`` leaves the value out, since it may hold secrets.
-        facts: Attributes of `Option` that are not their defaults.
-    """
+    """Returns an entry of the table; ``repr`` leaves out values that may hold secrets, which are not ``shown``."""
     return field(default=default, repr=shown, metadata={"kind": kind, **facts})
 
 
@@ -69,15 +61,13 @@ class Options:
     Attributes:
         num_processes: World size, the number of ranks. ``"auto"``: one rank for each slot that the engine reports: a
             GPU with ``use_gpu``, else a core of this machine or a task slot of the cluster. A pair such as ``(2, 8)``
-            is elastic: each attempt starts with as many ranks between the two as the cluster has slots (once no more
-            have become free for 30 s), and continues from the last checkpoint.
+            is elastic: each attempt starts with as many ranks as the cluster has slots.
         engine: The engine that runs the ranks: `LocalEngine()` (the default for None), `SparkEngine(...)`,
             `SparkConnectEngine(...)`.
         use_gpu: True assigns one GPU to each rank. Without enough GPUs the job is rejected.
         processes_per_task: Ranks in one Spark task. Must divide ``num_processes``.
-        cpus_per_process: Cores of each rank, which also set its ``OMP_NUM_THREADS``. On a cluster a task then takes
-            ``cpus_per_process * processes_per_task`` cores, whatever the session's ``spark.task.cpus``; a task that
-            takes all cores of an executor gets one for itself. None: the session decides.
+        cpus_per_process: Cores of each rank, which also set its ``OMP_NUM_THREADS``, and on a cluster the cores of a
+            task, in place of the session's ``spark.task.cpus``. None: the session decides.
         backend: Backend of the process group: ``"auto"`` (nccl with GPUs, else gloo), ``"nccl"``, ``"gloo"``, or None
             if the training function decides. The function reads it as ``get_context().backend``.
         env: Environment variables for the ranks.
@@ -87,7 +77,6 @@ class Options:
             limit. Progress is a call of `rankzero.train.report` or a step of a torch optimizer. Ranks that wait in a
             collective for ranks that have returned end with that error after 5 minutes in any case.
         orphan_timeout: Seconds without a follower after which a submitted run cancels itself; None lets it continue.
-            `RunHandle.wait`, ``result``, ``logs(follow=True)`` and ``events(follow=True)`` follow.
         max_restarts: New attempts, from the last checkpoint, after a rank was killed by a signal or exited without a
             word, a host or executor was lost, a hang, a `RetryableError`, or an exception that ``restart_on`` names.
             Other exceptions of the function, `SystemExit` too, end the run.
@@ -101,7 +90,7 @@ class Options:
             cancelled resumes from its last checkpoint; see `submit` for one that succeeded.
         dataset: Data that ranks read by `rankzero.train.get_dataset_shard`: a Spark DataFrame, the path or URL of a
             Parquet, Delta or Arrow table, or with a Spark engine the name of a table or a query; or a dict of these by
-            name. A single one has the name ``"train"``. Spark computes a DataFrame once, into the run's directory.
+            name. A single one has the name ``"train"``.
         max_preemptions: New attempts after the cluster took a slot back (SIGTERM from outside); None for as many as
             ``max_restarts``, counted separately.
         stop_grace: Seconds between SIGTERM and SIGKILL when a run ends early: time to save a checkpoint.
@@ -135,7 +124,7 @@ class Options:
     engine: Engine | None = option(None, Kind(_check_engine), of_step=False)
     use_gpu: bool = option(False, kinds.FLAG)
     processes_per_task: int = option(1, kinds.POSITIVE, late=True)
-    cpus_per_process: int | None = option(None, kinds.COUNT_FROM_ONE)
+    cpus_per_process: int | None = option(None, kinds.POSITIVE)
     backend: str | None = option("auto", kinds.BACKEND)
     env: Mapping[str, str] | None = option(None, kinds.STRINGS, late=True, shown=False)
     timeout: float | None = option(None, kinds.SECONDS, late=True)
@@ -159,13 +148,6 @@ class Options:
     working_dir: str | os.PathLike[str] | None = option(None, kinds.PATH, late=True)
     py_files: Sequence[str | os.PathLike[str]] = option((), kinds.PATHS, late=True)
     trackers: Sequence[Tracker] = option((), Kind(_check_trackers), shown=False)
-
-    if not TYPE_CHECKING:
-
-        def __new__(cls, *args: Any, **options: Any) -> Any:
-            """Refuses unknown names before Python does, with suggestions."""
-            refuse_unknown(options)
-            return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for each in TABLE.values():
@@ -215,10 +197,6 @@ class Option:
         """Returns the value as rankzero uses it. Raises InvalidJobError for a wrong one."""
         return value if value is self.default else self.kind.check(self.name, value)
 
-    def read(self, text: str) -> Any:
-        """Returns the value that a text stands for. Raises InvalidJobError if it stands for none."""
-        return self.kind.read(self.name, text)
-
 
 _HELP = dict(re.findall(r"(?m)^ {4}(\w+): (.+(?:\n {8}.+)*)", inspect.cleandoc(Options.__doc__ or "")))
 
@@ -234,23 +212,12 @@ HELP = "".join(f"        {each.name}: {each.help}\n" for each in TABLE.values())
 """The descriptions of all options, as the docstring of a class has those of its attributes."""
 
 
-def refuse_unknown(given: Iterable[str]) -> None:
-    """Raises InvalidJobError for names that are no options, with the options that they may stand for."""
-    for name in given:
-        if name not in TABLE:
-            # At the default of 0.6 "store" would be suggested for "mastr".
-            similar = difflib.get_close_matches(name, TABLE, n=2, cutoff=0.7)
-            meant = f" (did you mean {' or '.join(map(repr, similar))}?)" if similar else ""
-            raise InvalidJobError(f"Launcher has no option {name!r}{meant}; its options are {', '.join(TABLE)}")
-
-
 def step_options(late: str = "", **changes: Mapping[str, Any]) -> dict[str, Option]:
     """Returns the options that a pipeline gives, by name, as an integration has them.
 
     Args:
         late: A sentence that is added to the help of options that may be rendered late.
-        changes: By the name of an option, attributes of `Option` with other values, such as ``default`` or ``help``, or
-            ``more``, a sentence that is added to the help.
+        changes: Attributes of `Option` by the name of an option, or ``more``, a sentence that is added to its help.
     """
     found = {}
     for each in TABLE.values():

@@ -13,13 +13,10 @@ Follow it
 Decide about tries
     `may_retry` says whether another try can help. `tries` computes for how long a run waits for the next try.
 
-Deliver the result
+Deliver and describe the result
     ``RunHandle.offer`` and ``RunHandle.acknowledge`` record who has the result. `plain` decides what an orchestrator's
     database can hold. `map_refs` finds the references within arguments. `attempt` runs bookkeeping that must not fail
-    a step.
-
-Describe it
-    `reports` makes rows of the metrics, `curves` draws the rows, and `page` draws the report of a run on demand.
+    a step. `reports` makes rows of the metrics, `curves` draws the rows, and `page` draws the report of a run.
 
 Take options
     `step_options` returns the table of the options of a run, each with its name, type, default, help and checks.
@@ -65,7 +62,3 @@ _NAMES = (
 lazy_names(__name__, _NAMES, root="rankzero")
 
 __all__ = sorted(path.rpartition(".")[2] for path in _NAMES.split())
-
-
-def __dir__() -> list[str]:
-    return __all__

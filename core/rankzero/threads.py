@@ -19,36 +19,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Flag:
-    """A flag that one thread sets once, and that others wait for, as with `threading.Event`.
-
-    An exception that a signal handler raises, such as KeyboardInterrupt, may leave the lock of an Event held if it
-    arrives inside `Event.wait`: every later `set` and `wait` then blocks without end. (In CPython 3.11, 103 of 29,000
-    interrupts of a thread that waited in a loop did so.) A wait for a plain lock has no such moment.
-    """
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._unset = threading.Lock()
-        self._unset.acquire()
-
-    def is_set(self) -> bool:
-        """Returns True after `set`."""
-        return self._is_set
-
-    def set(self) -> None:
-        """Sets the flag and wakes the threads that wait. To be called once."""
-        self._is_set = True
-        self._unset.release()
-
-    def wait(self, timeout: float) -> bool:
-        """Waits at most ``timeout`` seconds for the flag, and returns whether it is set."""
-        if not self._is_set and self._unset.acquire(timeout=max(0.0, timeout)):
-            # For the next thread that waits. If an exception prevents it, that thread waits for its whole timeout.
-            self._unset.release()
-        return self._is_set
-
-
 class ActionThread:
     """Runs actions one after the other in one daemon thread. For engines, py4j opens a connection for each thread."""
 
@@ -97,12 +67,7 @@ def in_thread(action: Callable[[], T], name: str = "rankzero-engine") -> Future[
 async def reply_of(future: Future[T], seconds: float | None = None) -> T:
     """Returns the result of a thread to a coroutine, or raises its exception.
 
-    Args:
-        future: The future, which no cancellation of the coroutine changes.
-        seconds: The longest wait; None for no limit.
-
-    Raises:
-        TimeoutError: the thread has not finished in time, and continues.
+    Raises TimeoutError if the thread has not finished within ``seconds``; it continues, as after a cancellation.
     """
     loop, done = asyncio.get_running_loop(), asyncio.Event()
 
@@ -118,12 +83,9 @@ async def reply_of(future: Future[T], seconds: float | None = None) -> T:
 
 
 async def done_within(seconds: float, action: Callable[[], object], thread: ActionThread | None = None) -> bool:
-    """Runs an engine's action in a thread for limited time; returns False if it took longer.
+    """Runs an engine's action in a thread, if None a new one, for limited time; returns False if it took longer.
 
-    Args:
-        seconds: The limit.
-        action: The function that the thread calls. Its exception is only logged.
-        thread: The thread; None for a new one.
+    An exception of the action is only logged.
     """
     future = thread.submit(action) if thread else in_thread(action)
     try:

@@ -33,7 +33,3 @@ __all__ = sorted(path.partition(".")[2] for path in _NAMES.split())
 DagsterLibraryRegistry.register("dagster-rankzero", __version__, is_dagster_package=False)
 
 lazy_names(__name__, _NAMES)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])

@@ -112,18 +112,17 @@ def build_champion_check(
         >>> next(iter(check.check_keys)).name
         'accuracy_beats_champion'
     """
-    key = _key_of(champion)
 
     def judge(context: dg.AssetCheckExecutionContext, partition: str | None) -> dg.AssetCheckResult:
         found = _measure(context, _key_of(challenger), partition, metric)
-        if _latest(context, key, None) is None:
+        if _latest(context, _key_of(champion), None) is None:
             return dg.AssetCheckResult(passed=True, description="the first champion", metadata={"challenger": found})
-        reigning = _measure(context, key, None, metric)
+        reigning = _measure(context, _key_of(champion), None, metric)
         better = found - reigning if higher_is_better else reigning - found
         shown = {"challenger": found, "champion": reigning, "improvement": better}
         return dg.AssetCheckResult(passed=better >= min_improvement, metadata=shown)
 
-    described = f"{metric} is at least as good as that of {key.to_user_string()}."
+    described = f"{metric} is at least as good as that of {_key_of(champion).to_user_string()}."
     return _check(challenger, _name_of(metric, "beats_champion"), described, judge, blocking, severity)
 
 

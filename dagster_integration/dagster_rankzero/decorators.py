@@ -305,7 +305,7 @@ def _make(
     returns: Any = inspect.Signature.empty
     if signature.return_annotation in (None, "None"):
         returns = compute.__annotations__["return"] = None
-    # Dagster reads positional inputs, defaults and the config class from it; the types of inputs are in `ins`.
+    # Dagster reads positional inputs, defaults and the config class from the signature alone, also if `ins` are given.
     parameters = step_parameters(train, taken)
     compute.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
     compute.__name__ = compute.__qualname__ = train.__name__

@@ -6,6 +6,8 @@ other rooms' tests never import it.
 
 import os
 import re
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +16,6 @@ from typing import Any
 
 import pytest
 from tests.airflow import versions
-from tests.airflow.database import migrate
 from tests.conftest import find, until
 from tests.handlers import restore_signal_handlers, signal_handlers
 
@@ -57,7 +58,7 @@ def airflows_signal_handlers(same_signal_handlers: None) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def airflow_home() -> Path:
     """An initialized metadata database."""
-    migrate(os.environ)
+    subprocess.run([sys.executable, "-m", "airflow", "db", "migrate"], check=True, capture_output=True)
     return Path(HOME)
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from tests import servers
-from tests.airflow.database import migrate
 from tests.conftest import ROOT, free_port, processes_with, until
 from tests.postgres import Postgres, find_programs
 from tests.servers import STOP_TIMEOUT
@@ -58,7 +57,7 @@ class Deployment:
         self.postgres = Postgres(programs) if programs else None
         self._env = self._environment()
         try:
-            migrate(self._env)
+            self.command("db", "migrate")
             for name in COMPONENTS:
                 command, log = (sys.executable, "-m", "airflow", name), home / f"{name}.log"
                 self._components[name] = servers.start(*command, log=log, env=self._env, cwd=ROOT)
@@ -179,17 +178,6 @@ class Deployment:
     def mark(self, dag_id: str, run_id: str, task_id: str, state: str) -> None:
         """What a user does who marks a task as ``"failed"`` or ``"success"``."""
         self.call("PATCH", self.task(dag_id, run_id, task_id), {"new_state": state})
-
-    def clear(self, dag_id: str, run_id: str, task_id: str) -> None:
-        """What a user does who clears a task and those behind it."""
-        body = {
-            "dry_run": False,
-            "dag_run_id": run_id,
-            "task_ids": [task_id],
-            "only_failed": False,
-            "include_downstream": True,
-        }
-        self.call("POST", f"/api/v2/dags/{dag_id}/clearTaskInstances", body)
 
     def xcom(self, dag_id: str, run_id: str, task_id: str, key: str = "return_value") -> Any:
         """A value as the UI gets it."""

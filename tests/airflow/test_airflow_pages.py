@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.conftest import ROOT
 from tests.docs import blocks
 from tests.docs.given import SCRIPT, training
 from tests.docs.pages import blocks as blocks_of
@@ -90,3 +91,8 @@ def test_the_first_dag_trains_and_its_next_task_opens_the_result(
     (directory,) = (tmp_path / "runs").iterdir()
     rows = [row["epoch"] for row in RunHandle.attach(directory).metrics() if row["rank"] == 0]
     assert rows == list(range(6))
+
+
+@pytest.mark.parametrize("name", blocks.modules_with_examples(ROOT / "airflow_provider/airflow_rankzero"))
+def test_the_examples_of_docstrings_are_true(name: str) -> None:
+    blocks.run_examples(name)

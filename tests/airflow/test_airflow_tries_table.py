@@ -1,6 +1,5 @@
 """Every row of the table in `docs/tries.md`, with Airflow's task runner and database."""
 
-import asyncio
 import contextlib
 import json
 import os
@@ -8,15 +7,14 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.airflow import tries_dag
 from tests.conftest import ROOT, until, wait_until_gone
+from tests.tries import tries_table
 from tests.tries.tries_table import WAIT, Place, Row, assert_each_has_a_scenario, rows
 
 
@@ -37,7 +35,7 @@ class Airflow:
         self._register = register
         self._run_id = ""
 
-    def trigger(self, **operator: Any) -> bool:
+    def execute(self, **operator: Any) -> bool:
         """A new DAG run, with its retries; True if it has succeeded."""
         outcome = self._run_dag(tries_dag.make(self.dag_id, self.place, **operator))
         self._run_id = outcome.run_id
@@ -49,6 +47,26 @@ class Airflow:
 
         with session_of_airflow() as session:
             clear_task_instances([self._instance(session)], session, run_on_latest_version=True)
+
+    def execute_again(self, **operator: Any) -> bool:
+        """Clears the task, which Airflow then runs."""
+        self.clear()
+        return self.try_again(**operator)
+
+    @contextlib.contextmanager
+    def storing_fails_once(self) -> Iterator[None]:
+        """Has the first XCom of a task's result fail."""
+        from airflow.sdk.execution_time import task_runner
+
+        push = task_runner._push_xcom_if_needed
+
+        def fail(*args: Any, **kwargs: Any) -> None:
+            patch.setattr(task_runner, "_push_xcom_if_needed", push)
+            raise OSError("the XCom backend is away")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(task_runner, "_push_xcom_if_needed", fail)
+            yield
 
     def mark_failed(self) -> None:
         with session_of_airflow() as session:
@@ -75,25 +93,6 @@ class Airflow:
         assert self.state() == "up_for_retry"
 
     @contextlib.contextmanager
-    def beside(self, action: Callable[[], object]) -> Iterator[None]:
-        """Does something while the block runs a try, whose training may end then."""
-        failures: list[BaseException] = []
-
-        def act() -> None:
-            try:
-                action()
-            except BaseException as error:
-                failures.append(error)
-            self.place.let("end")
-
-        thread = threading.Thread(target=act, daemon=True)
-        thread.start()
-        yield
-        thread.join()
-        if failures:
-            raise failures[0]
-
-    @contextlib.contextmanager
     def ended_by_user(self, action: Callable[[], None]) -> Iterator[None]:
         """Has a user do something to the task that the block runs, once it trains.
 
@@ -106,7 +105,7 @@ class Airflow:
             os.kill(os.getpid(), signal.SIGTERM)
             until(lambda: self.place.run().status().final, WAIT, "the end of the training")
 
-        with self.beside(act):
+        with self.place.beside(act, ends=True):
             yield
 
     @contextlib.contextmanager
@@ -145,18 +144,6 @@ class Airflow:
             state = self._instance(session).state
             return state and str(state)
 
-    def follows(self) -> bool:
-        """True once this try follows a run: it has noted which one."""
-        from airflow.models.xcom import XComModel
-        from sqlalchemy import select
-
-        from airflow_rankzero.links import DIRECTORY_KEY
-
-        with session_of_airflow() as session:
-            noted = select(XComModel.timestamp).where(XComModel.dag_id == self.dag_id, XComModel.key == DIRECTORY_KEY)
-            started = self._instance(session).start_date
-            return any(started and at > started for at in session.scalars(noted))
-
     def xcom(self) -> dict[str, int] | None:
         from airflow.sdk.serde import deserialize
 
@@ -172,7 +159,7 @@ def killed(airflow: Airflow, meanwhile: Callable[[], None] = lambda: None, **cha
     meanwhile()
     ranks, left = airflow.place.ranks(), airflow.place.lease()
     airflow.notice_death()
-    with airflow.beside(lambda: until(lambda: airflow.place.lease() != left, WAIT, "the next try")):
+    with airflow.place.beside(lambda: until(lambda: airflow.place.lease() != left, WAIT, "the next try"), ends=True):
         assert airflow.try_again(retries=1, **changed)
     assert airflow.xcom()["pid"] in ranks
 
@@ -180,15 +167,6 @@ def killed(airflow: Airflow, meanwhile: Callable[[], None] = lambda: None, **cha
 def deployed(airflow: Airflow) -> None:
     airflow.place.deploy(1)
     killed(airflow, lambda: airflow.place.deploy(2))
-
-
-def deployed_then_cleared(airflow: Airflow) -> None:
-    airflow.place.deploy(1)
-    airflow.place.let("fail", "end")
-    assert not airflow.trigger()
-    airflow.place.deploy(2)
-    airflow.clear()
-    assert airflow.try_again()
 
 
 def ended_meanwhile(airflow: Airflow) -> None:
@@ -201,72 +179,15 @@ def ended_meanwhile(airflow: Airflow) -> None:
     assert airflow.try_again(retries=1)
 
 
-def retry(airflow: Airflow) -> None:
-    airflow.place.let("fail", "end")
-    assert airflow.trigger(retries=1)
-
-
-def failed_then(**operator: Any) -> Callable[[Airflow], None]:
-    def scenario(airflow: Airflow) -> None:
-        airflow.place.let("fail", "end")
-        assert not airflow.trigger()
-        airflow.clear()
-        assert airflow.try_again(**operator)
-
-    return scenario
-
-
-def succeeded(airflow: Airflow) -> None:
-    airflow.place.let("end")
-    assert airflow.trigger()
-    airflow.clear()
-    assert airflow.try_again()
-
-
-def new_run(airflow: Airflow) -> None:
-    airflow.place.let("fail", "end")
-    assert not airflow.trigger()
-    assert airflow.trigger()
-
-
-def fail_to_store_once(patch: pytest.MonkeyPatch) -> None:
-    """Has the first XCom of a task's result fail."""
-    from airflow.sdk.execution_time import task_runner
-
-    push = task_runner._push_xcom_if_needed
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        patch.setattr(task_runner, "_push_xcom_if_needed", push)
-        raise OSError("the XCom backend is away")
-
-    patch.setattr(task_runner, "_push_xcom_if_needed", fail)
-
-
-def unstored_retry(airflow: Airflow) -> None:
-    airflow.place.let("end")
-    with pytest.MonkeyPatch.context() as patch:
-        fail_to_store_once(patch)
-        assert airflow.trigger(retries=1)
-
-
-def unstored(airflow: Airflow) -> None:
-    airflow.place.let("end")
-    with pytest.MonkeyPatch.context() as patch:
-        fail_to_store_once(patch)
-        assert not airflow.trigger()
-    airflow.clear()
-    assert airflow.try_again()
-
-
 def ended(airflow: Airflow) -> None:
     with airflow.ended_by_user(airflow.mark_failed):
-        assert not airflow.trigger()
+        assert not airflow.execute()
 
 
 def ended_then(**operator: Any) -> Callable[[Airflow], None]:
     def scenario(airflow: Airflow) -> None:
         with airflow.ended_by_user(airflow.clear):
-            assert not airflow.trigger()
+            assert not airflow.execute()
         assert wait_until_gone(f"OF_RANK={airflow.place.mark}") == []
         airflow.place.let("end")
         assert airflow.try_again(**operator)
@@ -275,21 +196,11 @@ def ended_then(**operator: Any) -> Callable[[Airflow], None]:
 
 
 SCENARIOS: dict[str, Callable[[Airflow], None]] = {
+    **tries_table.SCENARIOS,
     "killed": killed,
     "killed-other-arguments": lambda airflow: killed(airflow, lr=0.01, train="train_otherwise", num_processes=2),
     "ended-meanwhile": ended_meanwhile,
     "deployed": deployed,
-    "failed-deployed": deployed_then_cleared,
-    "retry": retry,
-    "failed": failed_then(),
-    "failed-other-arguments": failed_then(lr=0.01),
-    "failed-other-code": failed_then(train="train_otherwise"),
-    "failed-other-ranks": failed_then(num_processes=2),
-    "failed-equal-data": failed_then(data="there"),
-    "succeeded": succeeded,
-    "new-run": new_run,
-    "unstored-retry": unstored_retry,
-    "unstored": unstored,
     "ended": ended,
     "ended-again": ended_then(),
     "ended-other-arguments": ended_then(lr=0.01),
@@ -297,16 +208,12 @@ SCENARIOS: dict[str, Callable[[Airflow], None]] = {
 
 
 SOAK = {
+    *tries_table.SOAK,
     # The delivery is that of "unstored-retry"; a real scheduler does it with `make faults`, too.
     "ended-meanwhile",
     # A real scheduler does it at every run of the suite: `test_the_next_try_attaches_to_the_training_of_a_killed_one`.
     "killed",
     "deployed",
-    # What Airflow does is the same as for other arguments; the identity is core's, and has tests of its own.
-    "failed-other-code",
-    "failed-other-ranks",
-    "failed-equal-data",
-    "failed-deployed",
     # As "unstored-retry" and "ended-other-arguments", with a clear instead of a retry or of changed arguments.
     "unstored",
     "ended-again",
@@ -341,37 +248,6 @@ def test_the_training_does_what_the_table_says(row: Row, airflow: Airflow) -> No
 
 
 @pytest.mark.soak
-def test_a_try_whose_run_is_ended_for_a_cleared_one_resumes_the_training(
-    airflow: Airflow, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A triggerer learns late that its deferred task was cleared, when the next try has attached to the run."""
-    from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
-
-    from airflow_rankzero.triggers import RunTrigger
-
-    with airflow.apart() as process:
-        process.kill()
-        process.wait()
-    airflow.notice_death()
-    handle, ranks = airflow.place.run(), airflow.place.ranks()
-
-    def end_cleared() -> None:
-        until(lambda: airflow.state() == "running" and airflow.follows(), WAIT, "the next try")
-        trigger = RunTrigger(handle.directory, handle.job.nonce)
-        trigger.task_instance = SimpleNamespace(
-            id="of-the-first-try", try_number=1, dag_id="d", task_id="train", run_id="r", map_index=-1
-        )
-        with monkeypatch.context() as patch:
-            patch.setattr(RuntimeTaskInstance, "get_task_states", staticmethod(lambda **_: {"r": {"train": "running"}}))
-            asyncio.run(trigger.on_kill())
-        until(lambda: not ranks & airflow.place.ranks(), WAIT, "the end of the first ranks")
-
-    with airflow.beside(end_cleared):
-        assert airflow.try_again(retries=1)
-    airflow.place.assert_outcome("resumes", airflow.xcom())
-
-
-@pytest.mark.soak
 def test_a_clear_of_a_deferred_task_ends_its_training_although_its_trigger_is_gone(airflow: Airflow) -> None:
     with airflow.apart(deferrable=True) as process:
         # The state that `dag.test` gives a deferred task.
@@ -384,7 +260,7 @@ def test_a_clear_of_a_deferred_task_ends_its_training_although_its_trigger_is_go
     def end_later() -> None:
         until(lambda: not ranks & airflow.place.ranks(), WAIT, "the end of the first ranks")
 
-    with airflow.beside(end_later):
+    with airflow.place.beside(end_later, ends=True):
         assert airflow.try_again(retries=1)
     airflow.place.assert_outcome("resumes", airflow.xcom())
     (first,) = airflow.place.run().own.earlier()

@@ -13,7 +13,7 @@ from tests.airflow.conftest import register
 from tests.airflow.versions import RunDag
 from tests.conftest import ROOT
 from tests.handlers import restore_signal_handlers, signal_handlers
-from tests.services import JVM_TIMEOUT
+from tests.services import end_own_jvm
 
 from rankzero import Launcher, ResultRef
 from rankzero.run.directory import RunDirectory
@@ -161,11 +161,8 @@ def own_jvm() -> Iterator[None]:
     from pyspark import SparkContext
 
     restore_signal_handlers(handlers)
-    if gateway := SparkContext._gateway:
-        gateway.shutdown()
-        gateway.proc.stdin.close()
-        gateway.proc.wait(JVM_TIMEOUT)
-        SparkContext._gateway = SparkContext._jvm = None
+    end_own_jvm()
+    SparkContext._gateway = SparkContext._jvm = None
 
 
 # -- the nightly pipeline ----------------------------------------------------------------------

@@ -6,7 +6,6 @@ import shutil
 import signal
 import sys
 import threading
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from tests.airflow.versions import RunDag
 from tests.conftest import until
 
 from rankzero import Launcher
-
-NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 
 def make_weights(scale: float) -> dict:
@@ -43,7 +40,7 @@ def describe(given: dict, *, word: str, lr: str) -> dict:
 def test_values_travel_by_themselves_or_by_reference(
     dag: Any, run_dag: RunDag, tmp_path: Path, capfd: pytest.CaptureFixture[str], operator: Any
 ) -> None:
-    from airflow.sdk import DAG, task
+    from airflow.sdk import task
 
     from airflow_rankzero import TorchDistributorOperator
     from rankzero import ResultRef
@@ -79,36 +76,6 @@ def test_values_travel_by_themselves_or_by_reference(
     assert [name[: name.rindex("-")] for name in runs] == [
         f"{dag.dag_id}__{first.run_id}__{name}".replace(":", "-") for name in ("report", "train")
     ]
-
-    with DAG("another_dag") as another:
-
-        @task
-        def pull(**context: Any) -> float:
-            found = context["ti"].xcom_pull(dag_id=dag.dag_id, task_ids="train", run_id=first.run_id)
-            return float(found.load()["weights"].sum())
-
-        pull()
-    second = run_dag(another)
-    assert second.xcom("pull") == 18.0, second.errors
-
-
-def test_a_command_is_a_task_with_its_files_beside_the_dag(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
-    from airflow_rankzero import TorchDistributorOperator
-
-    line = 'echo "$(wc -c < "$0") $@" > "$OUT"'
-    TorchDistributorOperator(
-        task_id="train",
-        train=["bash", "-c", line, Path(__file__).name, "--lr={{ params.lr }}"],
-        op_args=["${local_rank}"],
-        env={"OUT": str(tmp_path / "out")},
-        working_dir=".",
-        num_processes=1,
-        store=tmp_path / "store",
-        conn_id="here",
-    )
-    outcome = run_dag(dag)
-    assert outcome.state == "success", outcome.errors
-    assert (tmp_path / "out").read_text() == f"{os.path.getsize(__file__)} --lr=0.25 0\n"
 
 
 @pytest.mark.parametrize("codes", [pytest.param(99, marks=pytest.mark.soak), (98, 99)])

@@ -149,7 +149,7 @@ def test_a_look_up_in_a_rank_is_one_typed_error(
 ) -> None:
     operator(look_up)
     error = run_dag(dag).errors["train"]
-    assert error.exception_type == "airflow_rankzero.secrets.LookupInRankError"
+    assert error.exception_type == "airflow_rankzero.provider_info.LookupInRankError"
     assert "was looked up in a rank" in str(error)
     assert f'"{{{{ {template} }}}}"' in str(error)
 

@@ -49,10 +49,13 @@ def test_numbers_and_scripts_may_be_templates_and_values_of_other_tasks(
         conn_id="here",
         store=str(store),
     )
+    words = ["test", "{{ params.ranks }}", "=", "2"]
+    TorchDistributorOperator(task_id="command", train=words, num_processes=1, conn_id="here", store=str(store))
     dag.params["folder"] = str(tmp_path)
     outcome = run_dag(dag)
     assert outcome.xcom("decorated") == 2, outcome.errors
     assert outcome.xcom("script") == 2, outcome.errors
+    assert outcome.task_state("command") == "success", outcome.errors
     (job,) = (json.loads(path.read_text()) for path in store.glob("*__script-*/submissions/0.json"))
     names = ("num_processes", "processes_per_task", "timeout", "start_timeout", "hang_timeout", "max_restarts")
     assert [job[name] for name in names] == [2, 2, 250.0, 480, None, 1]

@@ -20,8 +20,7 @@ def test_every_value_that_is_pushed_is_pulled_unchanged(dag: Any, run_dag: RunDa
 
     train()
     outcome = run_dag(dag)
-    # Each takes four requests to Airflow's server.
-    assert_values_come_back(Way(dag.dag_id, outcome.run_id, "train"), examples=40)
+    assert_values_come_back(Way(dag.dag_id, outcome.run_id, "train"))
 
 
 def metrics(**more: Any) -> dict[str, Any]:
@@ -52,33 +51,6 @@ def test_a_task_pulls_numbers_of_numpy_and_torch_as_its_own(
     (job,) = tmp_path.glob("*/submissions/0.json")
     # The file keeps what was returned.
     assert type(RunHandle.attach(job.parents[1]).result()["acc"]).__module__ == "numpy"
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        math.nan,
-        # What is refused, and so goes by reference, is checked without a training in `assert_values_come_back`.
-        *(pytest.param(part, marks=pytest.mark.soak) for part in (2**64, "a\0b", {"__type": "adam", "__var": 1})),
-    ],
-    ids=str,
-)
-def test_a_value_that_airflow_cannot_carry_is_pulled_by_reference(
-    dag: Any, run_dag: RunDag, part: Any, operator: Any
-) -> None:
-    from airflow.sdk import task
-
-    from rankzero import ResultRef
-
-    train = operator(lambda: metrics(part=part))
-
-    @task
-    def read(ref: ResultRef) -> bool:
-        return repr(ref.load()["part"]) == repr(part)
-
-    read(train.output)
-    outcome = run_dag(dag)
-    assert outcome.xcom("read") is True, outcome.errors
 
 
 def test_a_task_is_mapped_over_a_large_list(dag: Any, run_dag: RunDag, operator: Any) -> None:

@@ -108,28 +108,15 @@ def test_a_run_whose_driver_has_died_on_this_machine_has_failed_however_long_ago
         directory.write_status(status)
 
 
-@pytest.mark.parametrize(
-    ("name", "facts"),
-    [
-        ("job.json", {"prices": None}),
-        ("job.json", {"prices": {"core": "dear"}}),
-        ("job.json", {"labels": ["a"]}),
-        ("job.json", {"created": "today"}),
-        ("job.json", {"created": 1e300}),
-        ("job.json", {"cpus_per_process": "2"}),
-        ("job.json", {"run_id": 5}),
-        ("status.json", {"state": None}),
-        ("status.json", {"heartbeat": "today"}),
-    ],
-)
+@pytest.mark.parametrize(("name", "text"), [("job.json", '{"format": 1}'), ("job.json", "[]"), ("status.json", "none")])
 def test_what_somebody_else_has_written_hides_no_other_run(
-    run: RunHandle[float], tmp_path: Path, name: str, facts: dict[str, object]
+    run: RunHandle[float], tmp_path: Path, name: str, text: str
 ) -> None:
     shutil.copytree(run.directory, tmp_path / "first")
     shutil.copytree(run.directory, tmp_path / "strange")
     strange = tmp_path / "strange"
     path = job_file(strange) if name == "job.json" else folder_of(strange) / name
-    path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
+    path.write_text(text)
     for form in ([], ["--json"]):
         assert "first" in rankzero("runs", str(tmp_path), *form).stdout
         done = rankzero("status", str(tmp_path / "strange"), *form)

@@ -1,7 +1,6 @@
 """`rankzero run`, as people type it, and torchrun's lines under it."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -143,22 +142,6 @@ def test_a_run_that_is_stopped_from_outside_is_cancelled(script: Path, store: Pa
         process.kill()
         process.wait()
     assert RunHandle.attach(store / f"stopped-{number}").status().state == "cancelled"
-
-
-def test_a_shell_completes_commands_and_options() -> None:
-    def completed(*words: str) -> set[str]:
-        told = {"COMP_WORDS": " ".join(["rankzero", *words]), "COMP_CWORD": str(len(words))}
-        environment = {**os.environ, **told, "_RANKZERO_COMPLETE": "bash_complete"}
-        done = subprocess.run(COMMAND, env=environment, capture_output=True, text=True, check=True, timeout=60)
-        return {line.partition(",")[2] for line in done.stdout.splitlines()}
-
-    assert completed("ru") == {"run", "runs"}
-    assert {"--num-processes", "--nproc-per-node"} <= completed("run", "--n")
-    assert "succeeded" in completed("runs", "--state", "")
-    source = subprocess.run(
-        COMMAND, env={**os.environ, "_RANKZERO_COMPLETE": "bash_source"}, capture_output=True, text=True, timeout=60
-    )
-    assert "complete -o nosort -F _rankzero_completion rankzero" in source.stdout
 
 
 def test_a_run_under_nohup_outlives_its_terminal(script: Path, store: Path) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from tests.conftest import find
 from tests.runs import folder_of, job_file
 
 from rankzero import InvalidJobError, Launcher, RunHandle, WorkerFailedError
@@ -67,16 +66,13 @@ def test_json_is_json_for_every_program(store: Path, form: tuple[str, ...]) -> N
     assert strict(rankzero(*form, "--json").stdout)
 
 
-def test_a_metric_that_no_float_holds_hides_no_run(store: Path) -> None:
+def test_each_run_is_one_line_of_a_pipe_whatever_its_metrics_are_called(store: Path) -> None:
     done = rankzero("runs")
     assert done.exit_code == 0, done.output
-    assert "combinations=?" in done.stdout
-
-
-def test_each_run_is_one_line_of_a_pipe_whatever_its_metrics_are_called(store: Path) -> None:
-    heads, *lines = (line.split("\t") for line in rankzero("runs").stdout.splitlines())
+    heads, *lines = (line.split("\t") for line in done.stdout.splitlines())
     assert [len(line) for line in lines] == [len(heads)] * 2
     assert r"b\tc\nd=1" in lines[0][-1]
+    assert "combinations=?" in lines[0][-1], "no float holds it"
 
 
 @pytest.mark.parametrize(
@@ -163,13 +159,6 @@ def test_a_duration_is_seconds_or_numbers_with_units(text: str, seconds: float) 
 def test_another_text_is_no_duration(text: str) -> None:
     with pytest.raises(InvalidJobError, match=r"timeout is .*such as 90s or 1h30m"):
         TABLE["timeout"].read(text)
-
-
-@pytest.mark.parametrize("store", ["s3//bucket/runs", "gs//bucket/runs"])
-def test_a_url_without_its_colon_is_no_folder_of_the_working_directory(store: str) -> None:
-    launcher = Launcher(store=store, run_id="one")
-    with pytest.raises(InvalidJobError, match=r"is neither a path nor a URL: a URL begins with"):
-        find(launcher)
 
 
 def test_a_run_is_explained(tmp_path: Path) -> None:

@@ -1,29 +1,21 @@
 """A follower gets every line, soon, whatever a file server says of the sizes of files."""
 
-import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
-from tests.conftest import of_ranks
+from tests.conftest import of_ranks, until
 
 import rankzero.train as rt
 from rankzero import Launcher, store
 from rankzero.pipeline import open_run
 from rankzero.run import reports
 
-PATIENCE = 30.0
-
 
 def speak(folder: str) -> None:
-    """Says "one", and "two" once somebody has heard that."""
+    """Prints "one", and "two" once a reader has the first line."""
     print("one")
-    deadline = time.monotonic() + PATIENCE
-    while not os.path.exists(f"{folder}/heard"):
-        if time.monotonic() > deadline:
-            raise TimeoutError("nobody heard the first line")
-        time.sleep(0.01)
+    until(Path(folder, "heard").exists, 30.0, "a reader of the first line")
     print("two")
 
 

@@ -8,7 +8,6 @@ import signal
 import stat
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -17,8 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import free_port, of_ranks, until, wait_until_gone
-from tests.runs import job_file
+from tests.conftest import free_port, of_ranks, until
 
 from rankzero import (
     EngineError,
@@ -85,25 +83,6 @@ def test_rank_0_returns_its_value_and_everything_is_recorded(
     assert handle.status().metrics == {"sum": 6.0, "rank": 0}
     assert stat.S_IMODE(os.stat(handle.directory).st_mode) == 0o700
     assert handle.result_ref().summary["metrics"] == {"sum": 6.0, "rank": 0}
-
-
-def test_secrets_stay_out_of_job_json_and_command_lines(launcher: Launcher, tmp_path: Path) -> None:
-    def command_lines() -> list[str]:
-        found = []
-        for name in os.listdir("/proc"):
-            if name.isdigit():
-                try:
-                    with open(f"/proc/{name}/cmdline") as file:
-                        found.append(file.read())
-                except OSError:
-                    pass
-        return found
-
-    launcher = launcher.options(num_processes=1, run_id="secret", env={**launcher.env, "TOKEN": "hunter2"})  # type: ignore[dict-item]
-    lines = launcher.run(command_lines)
-    assert not any("hunter2" in line for line in lines)
-    directory = Path(str(launcher.store)) / "secret"
-    assert "hunter2" not in job_file(directory).read_text()
 
 
 def test_a_run_id_that_lives_is_not_run_twice(launcher: Launcher) -> None:
@@ -183,22 +162,6 @@ def test_a_damaged_reference_fails_the_run_that_opens_it(launcher: Launcher, tmp
         launcher.options(num_processes=1).run(lambda value: value, ref)
 
 
-def test_a_value_that_cannot_be_pickled_loses_only_the_value(launcher: Launcher) -> None:
-    from rankzero import ResultError
-
-    def train() -> object:
-        import rankzero.train as rt
-
-        rt.report({"loss": 0.5})
-        return threading.Lock()
-
-    launcher = launcher.options(run_id="unpicklable", num_processes=1)
-    with pytest.raises(ResultError, match="of type _thread.lock cannot be pickled"):
-        launcher.run(train)
-    handle = RunHandle.attach(os.path.join(str(launcher.store), "unpicklable"))
-    assert [row["loss"] for row in handle.metrics()] == [0.5]
-
-
 def test_the_value_is_that_of_global_rank_0_whoever_ends_last(launcher: Launcher) -> None:
     def train() -> object:
         import time
@@ -212,48 +175,8 @@ def test_the_value_is_that_of_global_rank_0_whoever_ends_last(launcher: Launcher
     assert launcher.run(train) == "0"
 
 
-def test_a_script_runs_with_arguments_and_sets_its_result(launcher: Launcher, tmp_path: Path) -> None:
-    (tmp_path / "helper_of_script.py").write_text("FACTOR = 10\n")
-    (tmp_path / "numbers.txt").write_text("4")
-    script = tmp_path / "train_it.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import sys
-            from pathlib import Path
-            import helper_of_script
-            import rankzero.train as rt
-            if __name__ == "__main__":
-                beside = int(Path(__file__).with_name("numbers.txt").read_text())
-                rt.set_result([sys.argv[1:], helper_of_script.FACTOR, rt.get_context().world_size, beside])
-                sys.exit(0)
-            """
-        )
-    )
-    assert launcher.run(script, "--lr", 0.5) == [["--lr", "0.5"], 10, 2, 4]
-
-
 def test_a_module_reference_runs(launcher: Launcher) -> None:
     assert launcher.options(num_processes=1).run("json:dumps", [1, 2]) == "[1, 2]"
-
-
-def test_a_function_of_main_runs(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        textwrap.dedent(
-            f"""
-            from rankzero import Launcher
-            FACTOR = 3
-            class Net:
-                def size(self): return FACTOR
-            def train(): return Net().size()
-            if __name__ == "__main__":
-                print("value", Launcher(1, store={str(tmp_path / "store")!r}).run(train))
-            """
-        )
-    )
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=WAIT)
-    assert "value 3" in done.stdout, done.stderr
 
 
 def sleep_forever() -> None:
@@ -305,20 +228,6 @@ def test_ranks_that_do_not_start_in_time_are_named(launcher: Launcher) -> None:
         # A fork of a zygote may have started by then.
         launcher.options(start_timeout=0.05, warm_start=False).run(sleep_forever)
     assert caught.value.missing
-
-
-def test_an_interrupt_of_the_caller_ends_the_run(launcher: Launcher, marker: str) -> None:
-    class Stop(BaseException):
-        pass
-
-    def stop(_: str) -> None:
-        raise Stop
-
-    with pytest.raises(Stop):
-        follow_owned(launcher.options(run_id="stopped"), stop, sleep_forever)
-    assert wait_until_gone(marker) == []
-    status = RunHandle.attach(os.path.join(str(launcher.store), "stopped")).status()
-    assert status.state == "cancelled"
 
 
 def test_a_rank_that_never_stops_printing_is_ended_in_time(launcher: Launcher) -> None:
@@ -396,23 +305,6 @@ def test_a_teardown_that_crashes_or_hangs_loses_nothing(launcher: Launcher) -> N
         return "value"
 
     assert launcher.run(train) == "value"
-
-
-def test_a_function_may_destroy_or_keep_its_process_group(launcher: Launcher) -> None:
-    def train() -> float:
-        import torch.distributed as dist
-        from torch.nn.parallel import DistributedDataParallel
-
-        dist.init_process_group("gloo")
-        model = DistributedDataParallel(torch.nn.Linear(2, 1))
-        model(torch.ones(1, 2)).sum().backward()
-        gradient = next(model.parameters()).grad
-        assert gradient is not None
-        dist.destroy_process_group()
-        dist.init_process_group("gloo")
-        return float(gradient.sum())
-
-    assert launcher.run(train) == 2.0
 
 
 def test_the_end_of_a_model_whose_group_was_destroyed_holds_nobody(launcher: Launcher) -> None:
@@ -525,11 +417,7 @@ def test_a_value_that_was_returned_before_a_cancel_is_the_result(launcher: Launc
             self.cancelled = cancelled
 
         def __reduce__(self) -> tuple[Any, ...]:
-            import time
-
-            deadline = time.monotonic() + 60.0
-            while not self.cancelled.exists() and time.monotonic() < deadline:
-                time.sleep(0.05)
+            until(self.cancelled.exists, 60.0, "the cancel")
             time.sleep(2)
             return str, ("whole",)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import re
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -67,11 +66,7 @@ def test_a_subclass_of_a_user_keeps_its_attributes() -> None:
     assert Diverged(3).step == 3
 
 
-def test_a_misspelt_option_is_named_with_the_right_one() -> None:
-    with pytest.raises(InvalidJobError, match=r"no option 'num_proceses' \(did you mean 'num_processes'\?\)"):
-        Launcher(num_proceses=2)  # type: ignore[call-arg]
-    with pytest.raises(InvalidJobError, match=r"did you mean 'max_restarts'"):
-        Launcher().options(max_restart=2)
+def test_copies_of_a_launcher_are_equal() -> None:
     launcher = Launcher(2, store="x")
     assert copy.copy(launcher) == pickle.loads(pickle.dumps(launcher)) == replace(launcher) == launcher
 
@@ -143,14 +138,3 @@ def test_the_reason_of_a_jvm_that_does_not_start_is_in_the_error(tmp_path: Path)
     with pytest.raises(EngineError, match=r"NumberFormatException|Size must be specified|lots") as raised:
         Launcher(engine=engine, store=tmp_path, run_id="one").run(fail)
     assert raised.value.directory == str(tmp_path / "one")
-
-
-def test_a_path_may_be_a_file_url_and_a_pattern_is_no_path(tmp_path: Path) -> None:
-    launcher = Launcher(store=tmp_path)
-    for given, message in (
-        ("file:///nowhere/x.parquet", r"does not exist: /nowhere/x\.parquet$"),
-        ("/nowhere/*.parquet", "a pattern is not expanded: give the folder"),
-    ):
-        with pytest.raises(InvalidJobError) as raised:
-            launcher.options(dataset=given).run(fail)
-        assert re.search(message, str(raised.value)), raised.value

@@ -1,13 +1,15 @@
-"""The table of options: each row is checked, described and offered everywhere, and a new option is one entry."""
+"""The table of options: each row is checked, described and offered everywhere; a wrong value is refused by name."""
 
+import json
+import math
 import re
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
-from rankzero import CheckpointConfig, InvalidJobError, Launcher
+from rankzero import InvalidJobError, Launcher
+from rankzero.job import Job, new_run_id
 from rankzero.options import TABLE
 
 
@@ -20,20 +22,42 @@ def test_each_option_is_described_and_refuses_a_wrong_value_by_name(name: str) -
         Launcher(**{name: object()})
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
-    launcher = Launcher((np.int64(1), np.int32(2)), max_restarts=np.int64(1), timeout=np.float64(2.5))
-    assert (launcher.num_processes, launcher.max_restarts, launcher.timeout) == ((1, 2), 1, 2.5)
-    assert {type(value) for value in (*launcher.num_processes, launcher.max_restarts)} == {int}  # type: ignore[misc]
-    assert type(launcher.timeout) is float
-    assert type(CheckpointConfig(num_to_keep=np.int64(3)).num_to_keep) is int  # type: ignore[arg-type]
-    for wrong in (np.int64(0), np.bool_(True), True):
-        with pytest.raises(InvalidJobError, match="num_processes"):
-            Launcher(wrong)  # type: ignore[arg-type]
-
-
 def test_each_option_that_a_text_can_hold_is_on_the_command_line() -> None:
     done = subprocess.run([sys.executable, "-m", "rankzero.cli", "run", "--help"], capture_output=True, text=True)
     offered = set(re.findall(r"--([a-z-]+)", done.stdout))
     assert {name.replace("_", "-") for name, option in TABLE.items() if option.kind.form} <= offered
     objects = {name for name, option in TABLE.items() if not option.kind.form}
     assert objects == {"engine", "checkpoints", "trackers"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "nccl"}, "needs use_gpu=True"),
+        ({"processes_per_task": 3}, "processes_per_task=3 does not divide num_processes=2"),
+        ({"timeout": math.inf}, "timeout is inf"),
+        ({"start_timeout": None}, "start_timeout is None"),
+        ({"run_id": "a/b"}, "run_id is 'a/b'"),
+        ({"run_id": ""}, "run_id is ''"),
+        ({"max_restarts": -1}, "max_restarts is -1"),
+        ({"ports": (4000,)}, r"ports is \(4000,\)"),
+        ({"ports": (4000, 3000)}, r"ports is \(4000, 3000\)"),
+        ({"ports": (0, 3000)}, r"ports is \(0, 3000\)"),
+        ({"dataset": object()}, "dataset 'train' is .*give a Spark DataFrame"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidJobError, match=message):
+        Launcher(2, **options)  # type: ignore[arg-type]
+
+
+def test_a_job_of_a_later_version_is_still_that_run() -> None:
+    job = Job("id", "train", 4, 2, False, "auto", None, 60.0, {"kind": "local"})
+    later = {**json.loads(job.to_json()), "an_option_of_tomorrow": [1]}
+    assert Job.from_json(json.dumps(later).encode()) == job
+
+
+def test_run_ids_are_unique_and_name_the_function() -> None:
+    ids = {new_run_id("train <lambda>/x") for _ in range(100)}
+    assert len(ids) == 100
+    assert all("train-lambda-x" in run_id for run_id in ids)

@@ -1,15 +1,13 @@
 """What can be launched, what is refused, and what travels along."""
 
-import importlib.util
 import io
 import os
 import subprocess
 import sys
 import textwrap
 import threading
-import types
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,10 +33,6 @@ def test_train_must_be_launchable(value: object) -> None:
     assert f"train is {value!r}" in refused(value)
 
 
-def test_a_missing_script_is_named(tmp_path: Path) -> None:
-    assert "there is no such script" in refused(str(tmp_path / "train.py"))
-
-
 def test_a_script_must_be_python(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("def (")
     assert "is not Python" in refused(str(tmp_path / "train.py"))
@@ -48,18 +42,6 @@ def test_module_references_are_resolved_and_checked() -> None:
     assert pack.build("json:dumps", ({},), {}).name == "dumps"
     assert "has no function 'nothing'" in refused("json:nothing")
     assert "cannot be imported" in refused("no_such_module:train")
-
-
-@pytest.mark.parametrize(
-    ("args", "kwargs", "problem"),
-    [
-        ((), {}, "missing a required argument: 'lr'"),
-        ((1, 2), {}, "too many positional arguments"),
-        ((1,), {"step": 2}, "unexpected keyword argument 'step'"),
-    ],
-)
-def test_arguments_must_fit_the_signature(args: tuple[Any, ...], kwargs: dict[str, Any], problem: str) -> None:
-    assert problem in refused(train, *args, **kwargs)
 
 
 def test_an_argument_that_cannot_be_pickled_is_named() -> None:
@@ -232,45 +214,6 @@ def test_a_module_that_imports_an_orchestrator_travels_by_value(
     built = pack.build(defs.train, (), {})
     assert run_elsewhere(built, tmp_path) == "trained"
     assert built.modules.zipped is None
-
-
-def loaded(name: str, path: Path, source: str) -> types.ModuleType:
-    """A module that is loaded from a file under a name by which nobody else can import it, like a DAG file."""
-    path.write_text(textwrap.dedent(source))
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def strange(tmp_path: Path) -> Iterator[types.ModuleType]:
-    """A module of the user's that cannot be imported by its name, and what else is known of it."""
-    before = set(sys.modules)
-    yield loaded("strange_dag", tmp_path / "strange.py", "def train():\n    return 'trained'\n")
-    for name in sys.modules.keys() - before:
-        del sys.modules[name]
-
-
-def test_a_function_of_a_module_under_another_name_travels_by_value(strange: Any, tmp_path: Path) -> None:
-    sys.modules["its_old_name"] = strange
-    strange.train.__module__ = "its_old_name"
-    assert run_elsewhere(pack.build(strange.train, (), {}), tmp_path) == "trained"
-
-
-def test_a_function_of_a_module_without_a_file_travels_like_its_package(strange: Any, tmp_path: Path) -> None:
-    below = types.ModuleType("strange_dag.below")
-    sys.modules[below.__name__] = strange.below = below
-    exec("def train():\n    return 'trained below'\n", below.__dict__)
-    assert run_elsewhere(pack.build(below.train, (), {}), tmp_path) == "trained below"
-
-
-def test_a_function_that_does_not_know_its_module_travels_by_value(strange: Any, tmp_path: Path) -> None:
-    strange.train.__module__ = None
-    assert run_elsewhere(pack.build(strange.train, (), {}), tmp_path) == "trained"
 
 
 def test_files_without_a_date_and_dead_links_do_no_harm(user_package: Any, tmp_path: Path) -> None:

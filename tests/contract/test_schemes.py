@@ -2,7 +2,6 @@
 
 import os
 import pwd
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ def fresh_drivers() -> Iterator[None]:
     [
         ("dbfs:/runs", "'dbfs:/runs' is neither a path nor a URL"),
         ("s3:/bucket/runs", "a URL begins with s3://"),
+        ("s3//bucket/runs", "is neither a path nor a URL: a URL begins with"),
         ("hdfs://namenode/runs", "Arrow's driver deletes a file before it renames another onto it"),
         ("webhdfs://namenode:9870/runs", "writes files in place"),
         ("https://example.com/runs", "does not know that it replaces files as a whole"),
@@ -78,25 +78,6 @@ def test_a_home_directory_that_is_not_known_is_not_a_folder_named_tilde(monkeypa
     monkeypatch.setattr(pwd, "getpwuid", nobody)
     with pytest.raises(InvalidJobError, match="HOME is not set .* give an absolute path"):
         find(Launcher(run_id="one"))
-
-
-def test_of_many_creators_on_s3_one_wins(bucket: str) -> None:
-    store.prove(bucket)
-    start, won = threading.Barrier(4), []
-
-    def claim(number: int) -> None:
-        for turn in range(10):
-            start.wait()
-            if store.create(f"{bucket}/claim-{turn}", f"{number}".encode()):
-                won.append((turn, number))
-
-    threads = [threading.Thread(target=claim, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(turn for turn, _ in won) == list(range(10))
-    assert all(store.read_bytes(f"{bucket}/claim-{turn}") == f"{number}".encode() for turn, number in won)
 
 
 def test_a_creation_whose_answer_was_lost_is_ours(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,6 @@ def test_a_sweep_names_its_trials_and_its_best_and_a_failure_ends_nothing_else(
     assert (sweep.best.params, sweep.best.value, sweep.best.load()) == ({"lr": 0.3}, 1 / 3, {"lr": 0.3})
     with pytest.raises(WorkerFailedError, match=r"lr 0\.9 diverges"):
         sweep[1].load()
-    assert sweep[1].metrics["loss"] > 0.36
     printed = capsys.readouterr().out.splitlines()
     assert f"trial 0 ({{'lr': 0.1}}) runs in {sweep[0].directory}" in printed
     assert f"trial 2 ({{'lr': 0.3}}) succeeded: loss {1 / 3}" in printed
@@ -49,11 +48,11 @@ def test_a_sweep_names_its_trials_and_its_best_and_a_failure_ends_nothing_else(
     again = launcher.map(train, params)
     assert [trial.state for trial in again] == [trial.state for trial in sweep]
     assert all(RunHandle.attach(trial.directory).job.created > when for trial, when in zip(again, began, strict=True))
-    with pytest.raises(InvalidJobError, match='give map\\(..., metric="loss"\\)'):
+    with pytest.raises(WorkerFailedError, match=r"lr 0\.9 diverges"):
         _ = again.best
 
 
-@pytest.mark.parametrize(("params", "error"), [({"fails": True}, r"lr 0\.1 diverges"), ({}, "has reported 'los'")])
+@pytest.mark.parametrize(("params", "error"), [({"fails": True}, r"lr 0\.1 diverges"), ({}, "the metric 'los'")])
 def test_without_a_value_there_is_no_best(tmp_path: Path, params: dict[str, Any], error: str) -> None:
     done = Launcher(store=tmp_path).map(train, [{"lr": 0.1, **params}, {"lr": 0.2, **params}], metric="los")
     with pytest.raises((WorkerFailedError, ResultError), match=error):
@@ -97,19 +96,7 @@ def directory_of(folder: Path, rate: float) -> Path:
     return next(place for place in folder.glob("s-*") if RunHandle[Any].attach(place).params["lr"] == rate)
 
 
-class Stop(Exception):
-    pass
-
-
-def stop(*_: object) -> None:
-    raise Stop
-
-
-# Any exception in the caller ends the trials as an interrupt does.
-@pytest.mark.parametrize("error", [KeyboardInterrupt, pytest.param(Stop, marks=pytest.mark.soak)])
-def test_an_interrupt_ends_all_trials_and_the_next_call_trains_only_the_rest(
-    tmp_path: Path, error: type[BaseException]
-) -> None:
+def test_an_interrupt_ends_all_trials_and_the_next_call_trains_only_the_rest(tmp_path: Path) -> None:
     def interrupt() -> None:
         try:
             # Each is started by a thread of its own.
@@ -119,18 +106,14 @@ def test_an_interrupt_ends_all_trials_and_the_next_call_trains_only_the_rest(
         finally:
             os.kill(os.getpid(), signal.SIGINT)
 
-    before = signal.getsignal(signal.SIGINT)
-    if error is Stop:
-        signal.signal(signal.SIGINT, stop)
     thread = threading.Thread(target=interrupt)
     thread.start()
     begun: list[dict[str, Any]] = [{"lr": 0.1}, {"lr": 0.2, "steps": 100_000, "pause": 0.05}]
     try:
-        with pytest.raises(error):
+        with pytest.raises(KeyboardInterrupt):
             Launcher(store=tmp_path, run_id="s").map(train, begun, metric="loss", max_parallel=2)
     finally:
         thread.join()
-        signal.signal(signal.SIGINT, before)
     first, second = (directory_of(tmp_path, rate) for rate in (0.1, 0.2))
     assert RunHandle[Any].attach(second).wait(60)
     assert {one.status.state for one in list_runs(tmp_path)} == {"succeeded", "cancelled"}
@@ -146,7 +129,6 @@ def test_an_interrupt_ends_all_trials_and_the_next_call_trains_only_the_rest(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"params": []}, "params is empty"),
         ({"params": [3]}, "params has 3"),
         ({"max_parallel": 0}, "max_parallel is 0"),
         ({"mode": "least"}, "mode is 'least'"),

@@ -114,12 +114,6 @@ def test_an_exit_with_code_0_is_an_end(launcher: Launcher, tmp_path: Path, code:
     assert launcher.options(num_processes=1).run(path) == "of the script"
 
 
-def test_an_exit_with_another_code_is_a_failure(launcher: Launcher) -> None:
-    with pytest.raises(WorkerFailedError, match="SystemExit: 3") as caught:
-        launcher.options(num_processes=1).run(lambda: sys.exit(3))
-    assert caught.value.exit_code == 3
-
-
 def test_a_driver_imports_nothing_from_the_working_directory(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

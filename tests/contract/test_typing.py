@@ -70,19 +70,19 @@ Ours(stop_grace=None)
 """
 
 DECORATED = """
-from rankzero import RunHandle, distributed
+from rankzero import distributed
 
 @distributed(num_processes=2, timeout=3.0)
 def train(lr: float, *, steps: int = 1) -> dict[str, float]:
     return {"loss": lr * steps}
 
 value: dict[str, float] = train(0.1, steps=3)
-handle: RunHandle[dict[str, float]] = train.options(num_processes=4).submit(0.1)
+other: dict[str, float] = train.options(num_processes=4)(0.1)
 plain: dict[str, float] = train.local(0.1)
 train("fast")
 train(0.1, step=3)
 wrong: int = train(0.1)
-train.submit()
+train.local()
 distributed(num_proceses=2)
 """
 

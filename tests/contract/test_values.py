@@ -11,10 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from tests.contract.kinds_of_values import KINDS, Score, same
 from tests.runs import folder_of
 
@@ -22,7 +21,7 @@ from rankzero import InvalidJobError, Launcher, ResultError, ResultRef
 from rankzero.submit import pack
 from rankzero.submit.pack_content import Contents
 from rankzero.values import digest, formats
-from rankzero.values.pickled import open_packed
+from rankzero.values.pickled import LARGE, open_packed
 from rankzero.values.plain import is_json
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -70,36 +69,6 @@ def test_the_whole_table_crosses_by_a_launch(launcher: Launcher) -> None:
     table = {name: make() for name, make in KINDS.items()}
     returned = launcher.options(num_processes=1).run(turn, table)
     assert [name for name in table if not same(returned[name], table[name])] == []
-
-
-ATOMS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(allow_nan=False),
-    st.text(max_size=5),
-    st.binary(max_size=5),
-    st.sampled_from(sorted(KINDS)).map(lambda name: KINDS[name]()),
-)
-VALUES = st.recursive(
-    ATOMS,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(st.text(max_size=3), inner, max_size=3),
-        st.tuples(inner, inner),
-        # The same object twice.
-        inner.map(lambda item: [item, item]),
-    ),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=60, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-@given(value=VALUES)
-def test_any_mixture_comes_back_as_it_was(value: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
-    directory = tmp_path_factory.mktemp("values")
-    assert same(back(value, directory), value)
-    assert same(as_argument(value, directory), value)
 
 
 # -- memory that tensors share -------------------------------------------------------------------
@@ -347,3 +316,58 @@ def test_a_dataclass_twice_is_one(tmp_path: Path) -> None:
     for turn in (back, as_argument):
         first, second = turn([score, score], tmp_path)
         assert first is second
+
+
+# -- large buffers beside the pickle of arguments --------------------------------------------------
+
+
+def test_a_tensor_that_gets_other_numbers_meanwhile_is_written_as_it_was(tmp_path: Path) -> None:
+    tensor, path = torch.full((8 * LARGE,), 7.0), tmp_path / "file"
+    parts = pack.build(len, ([tensor],), {}).data
+    tensor.data = torch.zeros(1)
+    path.write_bytes(b"".join(parts))
+    (loaded,) = open_packed(str(path))["args"][0]
+    assert float(loaded.min()) == 7.0
+
+
+def test_the_numbers_of_a_module_lie_beside_the_pickle(tmp_path: Path) -> None:
+    model, path = torch.nn.Linear(1024, 1024), tmp_path / "file"
+    parts = pack.build(len, ([model],), {}).data
+    assert len(parts[2]) < LARGE // 8
+    path.write_bytes(b"".join(parts))
+    (loaded,) = open_packed(str(path))["args"][0]
+    loaded.weight.data += 1
+    torch.testing.assert_close(loaded.weight - 1, model.weight)
+    assert torch.equal(loaded(torch.zeros(1024)), model(torch.zeros(1024)))
+
+
+def test_memory_of_a_tensor_that_pickling_made_lives_as_long_as_its_parts() -> None:
+    class Lazy:
+        """Makes its tensor when it is pickled."""
+
+        def __reduce__(self) -> Any:
+            return torch.clone, (torch.full((LARGE,), 7.0),)
+
+    parts = pack.build(len, ([Lazy()],), {}).data
+    gc.collect()
+    torch.full((LARGE,), 1.0)
+    assert numpy.frombuffer(parts[4], dtype=numpy.float32).min() == 7.0
+
+
+def test_an_array_as_argument_is_every_ranks_own(launcher: Launcher) -> None:
+    def change(array: Any) -> list[float]:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        before = float(array.sum())
+        array[:] = dist.get_rank()
+        dist.barrier()
+        sums = torch.zeros(2, dtype=torch.float64)
+        sums[dist.get_rank()] = float(array.sum())
+        dist.all_reduce(sums)
+        return [before, *sums.tolist()]
+
+    array = numpy.ones(2 * LARGE // 8)
+    assert launcher.run(change, array) == [len(array), 0.0, float(len(array))]
+    assert array.sum() == len(array)

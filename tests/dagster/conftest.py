@@ -33,30 +33,6 @@ def migrations_read_once() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True, scope="session")
-def tables_described_once() -> Iterator[None]:
-    """Keeps the statements that make Dagster's tables: each instance has SQLAlchemy write all of them again."""
-    from sqlalchemy import MetaData
-
-    create, known = MetaData.create_all, {}
-
-    def create_all(self: MetaData, bind: Any, *args: Any, **options: Any) -> None:
-        raw = bind.dialect.name == "sqlite" and getattr(bind, "connection", None)
-        if not raw or raw.execute("SELECT 1 FROM sqlite_master").fetchone():
-            create(self, bind, *args, **options)
-        elif self in known:
-            for statement in known[self]:
-                raw.execute(statement)
-        else:
-            create(self, bind, *args, **options)
-            made = raw.execute("SELECT sql FROM sqlite_master WHERE sql NOT NULL AND name NOT LIKE 'sqlite_%'")
-            known[self] = [statement for (statement,) in made]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MetaData, "create_all", create_all)
-        yield
-
-
 @pytest.fixture(autouse=True)
 def dagsters_signal_handlers(same_signal_handlers: None) -> Iterator[None]:
     """A run that Dagster executes in this process leaves SIGTERM with whatever SIGINT has.

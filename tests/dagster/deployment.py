@@ -9,10 +9,9 @@ import json
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ class Deployment:
         home: Path,
         definitions: Path,
         environment: Mapping[str, str],
-        start: Callable[..., subprocess.Popen[bytes]] = servers.start,
+        shell: Sequence[str] = (),
     ) -> None:
         """Starts it.
 
@@ -71,7 +70,7 @@ class Deployment:
             home: Its ``DAGSTER_HOME``, which must be there.
             definitions: File with the definitions.
             environment: Variables for them.
-            start: Starts a command with a log and an environment.
+            shell: Words before its command, of a program that runs it.
         """
         self.home = home
         self.definitions = definitions
@@ -90,7 +89,7 @@ class Deployment:
             # A run that a busy machine starts slowly fails before it has begun.
             "DAGSTER_GRPC_TIMEOUT_SECONDS": str(int(START_TIMEOUT)),
         }
-        self._server = start(*command, log=home / "dagster-dev.log", env=variables)
+        self.server = servers.start(*shell, *command, log=home / "dagster-dev.log", env=variables)
         try:
             wait_until(self._answers, START_TIMEOUT, "a webserver that answers")
         except BaseException:
@@ -98,7 +97,7 @@ class Deployment:
             raise
 
     def _answers(self) -> bool:
-        assert self._server.poll() is None, (self.home / "dagster-dev.log").read_text()[-3000:]
+        assert self.server.poll() is None, (self.home / "dagster-dev.log").read_text()[-3000:]
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{self._url}/server_info", timeout=5) as response:
             return bool(response.status == 200)
         return False
@@ -154,7 +153,7 @@ class Deployment:
     def stop(self) -> None:
         """Ends everything."""
         try:
-            servers.stop([self._server])
+            servers.stop([self.server])
             for pid in processes_with(self.marker):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

@@ -6,7 +6,7 @@ from typing import Any
 
 import dagster as dg
 
-from dagster_rankzero import RankZeroIOManager, TorchDistributorResource, torch_asset
+from dagster_rankzero import RankZeroIOManager, TorchDistributorResource
 
 FOLDER_TAG = "test/folder"
 
@@ -36,28 +36,11 @@ durable = dg.asset(body, name="durable", retry_policy=dg.RetryPolicy(max_retries
 fragile = dg.asset(body, name="fragile")
 
 
-@torch_asset(num_processes=2, options={"engine": "spark"})
-def stubborn() -> str:
-    """Ignores every polite request to end."""
-    import signal
-    import threading
-
-    import rankzero.train as rt
-
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    rt.report({}, checkpoint={"epoch": 1})
-    while True:
-        threading.Event().wait(1.0)
-
-
 defs = dg.Definitions(
-    assets=[durable, fragile, stubborn],
+    assets=[durable, fragile],
     jobs=[
         dg.define_asset_job("durable_job", selection=[durable], executor_def=dg.multiprocess_executor),
-        dg.define_asset_job("durable_in_process", selection=[durable], executor_def=dg.in_process_executor),
         dg.define_asset_job("fragile_job", selection=[fragile], executor_def=dg.multiprocess_executor),
-        dg.define_asset_job("stubborn_job", selection=[stubborn], executor_def=dg.multiprocess_executor),
     ],
     resources={
         "torch_distributor": TorchDistributorResource(

@@ -100,16 +100,6 @@ def test_several_training_functions_may_take_the_same_types(resources: dict[str,
     assert defs.resolve_job_def("train").execute_in_process().success
 
 
-def test_an_input_of_the_wrong_type_is_refused(resources: dict[str, object]) -> None:
-    @torch_asset
-    def model(features: int) -> None: ...
-
-    in_memory = {**resources, "io_manager": dg.mem_io_manager}
-    result = dg.materialize([features, model], resources=in_memory, raise_on_error=False)
-    (event,) = result.get_step_failure_events()
-    assert "DagsterTypeCheckDidNotPass" in event.step_failure_data.error.to_string()
-
-
 def test_arguments_of_an_asset_pass_through(resources: dict[str, object]) -> None:
     @torch_asset(
         num_processes=2,

@@ -93,6 +93,25 @@ def test_the_value_is_loaded_if_it_is_wanted(
     assert "never a number" in failed(dg.materialize(assets, resources=given, raise_on_error=False))
 
 
+def test_an_output_whose_type_is_checked_gets_the_value(resources: dict[str, object]) -> None:
+    @dg.asset
+    def typed(context: Context, torch_distributor: TorchDistributorResource) -> dg.MaterializeResult[dict]:
+        return torch_distributor.run(context, lambda: {"x": 1})
+
+    assert dg.materialize([typed], resources=resources).output_for_node("typed") == {"x": 1}
+
+
+def test_several_partitions_of_a_run_get_the_value(resources: dict[str, object], instance: dg.DagsterInstance) -> None:
+    @dg.asset(partitions_def=dg.StaticPartitionsDefinition(["a", "b"]), backfill_policy=dg.BackfillPolicy.single_run())
+    def letters(context: Context, torch_distributor: TorchDistributorResource):
+        return torch_distributor.run(context, lambda: {"a": 1, "b": 2})
+
+    both = {"dagster/asset_partition_range_start": "a", "dagster/asset_partition_range_end": "b"}
+    dg.materialize([letters], resources=resources, instance=instance, tags=both)
+    defs = dg.Definitions([letters], resources=resources)
+    assert defs.load_asset_value("letters", partition_key="b", instance=instance) == 2
+
+
 def test_each_output_has_an_io_manager_of_its_own(resources: dict[str, object], tmp_path: Path) -> None:
     def small() -> dict[str, int]:
         return {"x": 1}
@@ -111,22 +130,3 @@ def test_each_output_has_an_io_manager_of_its_own(resources: dict[str, object], 
     assert isinstance(result.output_for_node("here"), ResultRef)
     assert result.output_for_node("there") == {"x": 1}
     assert result.output_for_node("seen") == [1, 1]
-
-
-def test_an_output_whose_type_is_checked_gets_the_value(resources: dict[str, object]) -> None:
-    @dg.asset
-    def typed(context: Context, torch_distributor: TorchDistributorResource) -> dg.MaterializeResult[dict]:
-        return torch_distributor.run(context, lambda: {"x": 1})
-
-    assert dg.materialize([typed], resources=resources).output_for_node("typed") == {"x": 1}
-
-
-def test_several_partitions_of_a_run_get_the_value(resources: dict[str, object], instance: dg.DagsterInstance) -> None:
-    @dg.asset(partitions_def=dg.StaticPartitionsDefinition(["a", "b"]), backfill_policy=dg.BackfillPolicy.single_run())
-    def letters(context: Context, torch_distributor: TorchDistributorResource):
-        return torch_distributor.run(context, lambda: {"a": 1, "b": 2})
-
-    both = {"dagster/asset_partition_range_start": "a", "dagster/asset_partition_range_end": "b"}
-    dg.materialize([letters], resources=resources, instance=instance, tags=both)
-    defs = dg.Definitions([letters], resources=resources)
-    assert defs.load_asset_value("letters", partition_key="b", instance=instance) == 2

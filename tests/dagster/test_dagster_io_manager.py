@@ -377,28 +377,6 @@ def test_partitions_that_look_alike_are_stored_apart(shelf: Shelf) -> None:
     assert [path.name for path in shelf.folder.parent.iterdir()] == ["stored"]
 
 
-def test_dimensions_of_a_partition_are_kept_apart_and_found_by_a_plain_text(shelf: Shelf) -> None:
-    dimensions = {
-        "two": dg.StaticPartitionsDefinition(["c", "b/c"]),
-        "one": dg.StaticPartitionsDefinition(["a/b", "a"]),
-    }
-    keys = [dg.MultiPartitionKey({"one": "a/b", "two": "c"}), dg.MultiPartitionKey({"one": "a", "two": "b/c"})]
-
-    @dg.asset(partitions_def=dg.MultiPartitionsDefinition(dimensions))
-    def stored(context: dg.AssetExecutionContext) -> str:
-        return context.partition_key
-
-    @dg.asset(ins={"stored": dg.AssetIn(partition_mapping=dg.SpecificPartitionsPartitionMapping(["a|b/c"]))})
-    def reader(stored: object) -> object:
-        return stored
-
-    for key in keys:
-        shelf.run(stored, partition_key=key)
-    defs = shelf.defs(stored)
-    assert [defs.load_asset_value("stored", partition_key=key, instance=shelf.instance) for key in keys] == keys
-    assert shelf.run(stored, reader, selection=[reader]).output_for_node("reader") == keys[1]
-
-
 @pytest.mark.parametrize("make", [UPath, Path])
 def test_the_root_may_be_a_path(shelf: Shelf, make: type) -> None:
     replace(shelf, manager=RankZeroIOManager(base_path=make(shelf.folder.parent))).store({"a": 1})
@@ -421,3 +399,25 @@ def test_keys_with_slashes_and_a_partition_and_an_asset_below_it_are_stored_apar
     defs = shelf.defs(stat, others)
     assert defs.load_asset_value("stat", partition_key="k", instance=shelf.instance) == "the partition"
     assert [defs.load_asset_value(dg.AssetKey(key), instance=shelf.instance) for key in keys] == [*range(len(keys))]
+
+
+def test_dimensions_of_a_partition_are_kept_apart_and_found_by_a_plain_text(shelf: Shelf) -> None:
+    dimensions = {
+        "two": dg.StaticPartitionsDefinition(["c", "b/c"]),
+        "one": dg.StaticPartitionsDefinition(["a/b", "a"]),
+    }
+    keys = [dg.MultiPartitionKey({"one": "a/b", "two": "c"}), dg.MultiPartitionKey({"one": "a", "two": "b/c"})]
+
+    @dg.asset(partitions_def=dg.MultiPartitionsDefinition(dimensions))
+    def stored(context: dg.AssetExecutionContext) -> str:
+        return context.partition_key
+
+    @dg.asset(ins={"stored": dg.AssetIn(partition_mapping=dg.SpecificPartitionsPartitionMapping(["a|b/c"]))})
+    def reader(stored: object) -> object:
+        return stored
+
+    for key in keys:
+        shelf.run(stored, partition_key=key)
+    defs = shelf.defs(stored)
+    assert [defs.load_asset_value("stored", partition_key=key, instance=shelf.instance) for key in keys] == keys
+    assert shelf.run(stored, reader, selection=[reader]).output_for_node("reader") == keys[1]

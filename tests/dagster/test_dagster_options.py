@@ -51,19 +51,10 @@ def test_names_and_defaults_are_those_of_the_launcher() -> None:
     assert {name for name in shared if launcher[name] != resource[name]} == set(OTHER_THAN_THE_LAUNCHER)
 
 
-@pytest.mark.parametrize(
-    ("checkpoints", "warm_start"),
-    [
-        # Its rank is an interpreter of its own, which imports torch.
-        pytest.param({"num_to_keep": None, "metric": "loss", "mode": "max"}, False, marks=pytest.mark.soak),
-        (CheckpointConfig(None, "loss", "max"), True),
-    ],
-)
-def test_they_reach_the_run(
-    checkpoints: object, warm_start: bool, torch_distributor: TorchDistributorResource, tmp_path: Path
-) -> None:
+def test_they_reach_the_run(torch_distributor: TorchDistributorResource, tmp_path: Path) -> None:
+    checkpoints = CheckpointConfig(None, "loss", "max")
     configured = torch_distributor.options(
-        num_processes=1, max_preemptions=3, ports=(20000, 29999), checkpoints=checkpoints, warm_start=warm_start
+        num_processes=1, max_preemptions=3, ports=(20000, 29999), checkpoints=checkpoints
     )
 
     @dg.asset
@@ -74,7 +65,7 @@ def test_they_reach_the_run(
     (job,) = (json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*/submissions/0.json"))
     assert job["checkpoints"] == {"num_to_keep": None, "metric": "loss", "mode": "max"}
     assert (job["max_restarts"], job["max_preemptions"], job["ports"]) == (1, 3, [20000, 29999])
-    assert job["warm_start"] is warm_start
+    assert configured.options(checkpoints=job["checkpoints"])._launcher().checkpoints == checkpoints
     assert configured.options(warm_start=False)._launcher().warm_start is False
 
 

@@ -34,10 +34,6 @@ def unannotated(body: Body) -> Body:
 BODIES = [unannotated(body) for body in (returned, yielded)]
 
 
-def materialized(result: dg.ExecuteInProcessResult) -> list[str]:
-    return [event.asset_key.to_user_string() for event in result.get_asset_materialization_events()]
-
-
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("selection", [None, ["model"]])
 def test_several_assets_are_refused_before_the_training(
@@ -92,5 +88,5 @@ def test_an_op_inside_of_a_graph_asset_passes_its_value_on(resources: dict[str, 
         return doubled(inner())
 
     result = dg.materialize([metrics], resources={"torch_distributor": resources["torch_distributor"]})
-    assert materialized(result) == ["metrics"]
+    assert [event.asset_key.to_user_string() for event in result.get_asset_materialization_events()] == ["metrics"]
     assert value_of(result, "metrics") == 4

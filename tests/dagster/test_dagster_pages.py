@@ -1,13 +1,16 @@
-"""The blocks of the documentation that are for Dagster: definitions that load."""
+"""The blocks of the documentation that are for Dagster: definitions that load, and what loading them imports."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import pytest
 import yaml
+from tests.conftest import ROOT
 from tests.docs import blocks
 from tests.docs.given import training
 
@@ -82,3 +85,24 @@ def test_the_blocks_of_a_page_are_definitions(
         "look_at": look_at,
     }
     blocks.run_page(page, "dagster", given, request)
+
+
+@pytest.mark.parametrize("name", blocks.modules_with_examples(ROOT / "dagster_integration/dagster_rankzero"))
+def test_the_examples_of_docstrings_are_true(name: str) -> None:
+    blocks.run_examples(name)
+
+
+def test_the_package_imports_no_heavy_library_and_dagster_knows_it() -> None:
+    program = (
+        "import warnings; warnings.simplefilter('error')\n"
+        # As the dg command does: every name is looked at.
+        "import sys, dagster, dagster_rankzero\n"
+        "from dagster_shared.libraries import DagsterLibraryRegistry\n"
+        "assert DagsterLibraryRegistry.get()['dagster-rankzero'] == dagster_rankzero.__version__\n"
+        "before = set(sys.modules)\n"
+        "[getattr(dagster_rankzero, name) for name in dir(dagster_rankzero)]\n"
+        "heavy = ('torch', 'pyspark', 'numpy', 'pandas', 'airflow', 'matplotlib', 'upath', 's3fs')\n"
+        "print([name for name in heavy if name in sys.modules and name not in before])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

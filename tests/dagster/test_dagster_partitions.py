@@ -109,17 +109,3 @@ def test_a_week_is_trained_from_its_days_although_one_is_missing(
         [day, week], selection=[week], resources=resources, instance=instance, partition_key="2026-01-04"
     )
     assert value_of(result, "week") == {"2026-01-05": 5, "2026-01-07": 7}
-
-
-def test_training_goes_on_from_the_model_of_the_day_before(
-    resources: dict[str, object], instance: dg.DagsterInstance
-) -> None:
-    before = dg.TimeWindowPartitionMapping(start_offset=-1, end_offset=-1)
-
-    @torch_asset(partitions_def=DAYS, ins={"warm": dg.AssetIn(key="model", partition_mapping=before)})
-    def model(warm: dict[str, list[str]] | None, partition_key: str) -> dict[str, list[str]]:
-        return {"days": [*(warm or {"days": []})["days"], partition_key]}
-
-    for key in ("2026-01-04", "2026-01-05", "2026-01-06"):
-        result = dg.materialize([model], resources=resources, instance=instance, partition_key=key)
-    assert value_of(result, "model") == {"days": ["2026-01-04", "2026-01-05", "2026-01-06"]}

@@ -1,6 +1,5 @@
 """`TorchDistributorResource.run`: what comes back, whatever the context and the IO manager."""
 
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -109,18 +108,6 @@ def test_bad_input_fails_at_once_and_is_not_retried(
     assert named in caught.value.description
     assert caught.value.allow_retries is False
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
-
-
-def test_sparks_handler_of_signals_does_not_stay(
-    torch_distributor: TorchDistributorResource, asset_context: dg.AssetExecutionContext
-) -> None:
-    from pyspark import SparkContext
-
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    on_spark = torch_distributor.options(engine="spark", num_processes=1, start_timeout=240)
-    assert on_spark.run(asset_context, lambda: 1).value == 1
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-    assert SparkContext._active_spark_context is None
 
 
 def test_trackers_of_a_resource_and_of_one_step(tmp_path: Path) -> None:

@@ -56,26 +56,6 @@ def test_a_result_moves_inside_the_bucket_and_the_ranks_open_it(
     assert events[0].asset_materialization.tags["dagster/data_version"] == shown["sha256"]
 
 
-def test_versions_partitions_and_handles_are_those_of_a_disk(
-    bucket: str, tmp_path: Path, instance: dg.DagsterInstance
-) -> None:
-    @dg.asset(partitions_def=dg.StaticPartitionsDefinition(["a", "b", "c"]))
-    def part(context: dg.AssetExecutionContext) -> dict[str, str]:
-        return {"key": context.partition_key}
-
-    @dg.asset(ins={"part": dg.AssetIn(metadata={"allow_missing_partitions": True})})
-    def parts(part: dict[str, ResultRef]) -> list[str]:
-        assert all(ref.uri.startswith(f"{bucket}/assets/part/@partitions/{key}/data-") for key, ref in part.items())
-        return sorted(ref.load()["key"] for ref in part.values())
-
-    resources = {"io_manager": RankZeroIOManager(base_path=f"{bucket}/assets")}
-    for key in ("a", "c", "a"):
-        dg.materialize([part], resources=resources, partition_key=key, instance=instance)
-    assert len(store.list_names(f"{bucket}/assets/part/@partitions/a")) == 3
-    result = dg.materialize([part, parts], selection=[parts], resources=resources, instance=instance)
-    assert result.output_for_node("parts") == ["a", "c"]
-
-
 def test_a_handle_of_a_disk_is_carried_to_the_bucket(bucket: str, tmp_path: Path, instance: dg.DagsterInstance) -> None:
     ref = ResultRef.save({"w": torch.ones(4)}, tmp_path / "elsewhere")
 

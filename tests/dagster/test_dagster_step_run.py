@@ -190,32 +190,17 @@ def test_a_training_ends_whose_dagster_run_was_deleted(
     assert "on request: the Dagster run has ended or was deleted" in str(opened.status().error)
 
 
-@pytest.mark.parametrize("comes", ["attached", "by itself"])
-def test_a_step_whose_run_is_dead_leaves_its_training_to_the_run_that_follows(
-    step: Step,
-    open_step: Open,
-    unfinished: set[str],
-    retried: set[str],
-    comes: str,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_step_whose_run_is_dead_leaves_its_training_to_the_run_that_follows_by_itself(
+    step: Step, open_step: Open, unfinished: set[str], retried: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.005")
     unfinished.add("one")
     with pytest.raises(RankZeroError, match="left to"), open_step(step) as left:  # noqa: PT012
         # Its run's process was killed, and monitoring marks the run; the process of the step lives.
         unfinished.discard("one")
-        if comes == "attached":
-            with open_step(replace(step, dagster_run="two", generation="two", is_retried=False)) as attached:
-                assert attached.attached
-                list(follow(left, step, LOG, None))
-        else:
-            retried.add("one")
-            list(follow(left, step, LOG, None))
+        retried.add("one")
+        list(follow(left, step, LOG, None))
     assert not left.status().final
-    # The one that has it now ends it with its own run.
-    if comes == "attached":
-        list(follow(attached, replace(step, dagster_run="two"), LOG, None))
-        assert left.status().state == "cancelled"
 
 
 def test_the_process_that_a_training_needs_stays_until_the_run_that_follows_has_ended(

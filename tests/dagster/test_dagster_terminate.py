@@ -5,9 +5,9 @@ It runs in a terminal, and ends by Ctrl-C in the last test.
 
 import itertools
 import os
+import pty
 import signal
-import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,16 @@ import pytest
 from tests.conftest import processes_with, wait_until_gone
 from tests.dagster.deployment import FINAL, RUN_TIMEOUT, Deployment, wait_until
 from tests.dagster.durable_training import FOLDER_TAG
-from tests.dagster.terminal import CTRL_C, Terminal
 
 from rankzero import RunHandle
 
 DEFINITIONS = Path(__file__).parent / "durable_training.py"
+
+AT_TERMINAL = ["bash", "-c", 'exec "$@" <"$0"']
+"""The leader of a session gets the terminal that it opens first."""
+
+JOB_CONTROL = ["bash", "-m", "-c", '"$@"; exit $?', "bash"]
+"""The program is a process group of its own, which a key reaches and the shell's end does not."""
 
 
 def mark_of(root: Path) -> str:
@@ -71,19 +76,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def terminals() -> list[Terminal]:
-    """The terminal of `dagster dev`, once that has started."""
-    return []
+def terminal() -> tuple[int, int]:
+    """Returns the keyboard and the screen of a terminal."""
+    return pty.openpty()
 
 
 @pytest.fixture(scope="module")
-def dagster(root: Path, terminals: list[Terminal]) -> Iterator[Deployment]:
+def dagster(root: Path, terminal: tuple[int, int]) -> Iterator[Deployment]:
     """`dagster dev` with an instance of its own; nothing of it is left afterwards."""
-
-    def start(*command: str, log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        terminals.append(Terminal(command, env))
-        return terminals[0].process
-
     home = root / "home"
     home.mkdir()
     variables = {
@@ -92,13 +92,11 @@ def dagster(root: Path, terminals: list[Terminal]) -> Iterator[Deployment]:
         # Only ranks get the resource's `env`; everything that is started here carries another mark.
         "TEST_RANK_MARK": mark_of(root),
     }
-    deployment = Deployment(home, DEFINITIONS, variables, start)
+    deployment = Deployment(home, DEFINITIONS, variables, [*AT_TERMINAL, os.ttyname(terminal[1]), *JOB_CONTROL])
     try:
         yield deployment
     finally:
         deployment.stop()
-        for terminal in terminals:
-            terminal.close()
 
 
 @pytest.fixture
@@ -129,11 +127,6 @@ def instance(dagster: Deployment) -> Iterator[dg.DagsterInstance]:
         pytest.param("fragile_job", "fragile", id="the run would die with its step"),
         # The same job is ended in `test_ctrl_c_of_dagster_dev_ends_the_trainings_of_its_runs`.
         pytest.param("durable_job", "durable", id="the run would outlive its step", marks=pytest.mark.soak),
-        # The row "ended-other-arguments" of `test_dagster_tries_table.py` ends a run in one process.
-        pytest.param(
-            "durable_in_process", "durable", id="a retry policy in the process of the run", marks=pytest.mark.soak
-        ),
-        pytest.param("stubborn_job", "stubborn", id="ranks on Spark that ignore signals", marks=pytest.mark.soak),
     ],
 )
 def test_terminating_a_run_ends_its_ranks_and_stores_nothing(
@@ -182,14 +175,13 @@ def test_a_step_that_was_killed_is_retried_and_takes_its_training_up(
 
 
 def test_ctrl_c_of_dagster_dev_ends_the_trainings_of_its_runs(
-    launch: Any, dagster: Deployment, terminals: list[Terminal]
+    launch: Any, dagster: Deployment, terminal: tuple[int, int]
 ) -> None:
     # A person at a terminal wants the end of everything, although the run could be started again.
     launched = launch("durable_job", max_retries="1")
     assert launched.await_ranks()
-    (terminal,) = terminals
-    terminal.press(CTRL_C)
-    wait_until(terminal.has_ended, RUN_TIMEOUT, "the end of dagster dev")
+    os.write(terminal[0], b"\x03")
+    wait_until(lambda: dagster.server.poll() is not None, RUN_TIMEOUT, "the end of dagster dev")
     assert wait_until_gone(launched.rank_mark, RUN_TIMEOUT) == []
     # Its driver writes that after the ranks have ended, and is no part of dagster dev.
     launched.await_end()

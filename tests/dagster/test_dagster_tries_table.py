@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,18 +114,24 @@ class Dagster:
         self.instance = instance
         self.results: list[dg.JobExecutionResult] = []
 
-    def execute(self, job: Callable[[], dg.JobDefinition] = once_job, **asked: Any) -> bool:
+    def execute(self, job: Callable[[], dg.JobDefinition] | None = None, *, retries: int = 0) -> bool:
         """A new run; True if it has succeeded."""
-        return self._execute(job, None, asked)
+        return self._execute(job or (retried_job if retries else once_job), None, {})
 
     def execute_again(self, of: int = -1, job: Callable[[], dg.JobDefinition] = once_job, **asked: Any) -> bool:
-        """Re-executes all of a run, the last one if none is named."""
-        options = dg.ReexecutionOptions(parent_run_id=self.results[of].run_id)
+        """Re-executes a run, the last one if none is named; from its failure if nothing is changed."""
+        run = self.instance.get_run_by_id(self.results[of].run_id)
+        options = dg.ReexecutionOptions(parent_run_id=run.run_id)
+        if run.status is dg.DagsterRunStatus.FAILURE and not asked:
+            options = dg.ReexecutionOptions.from_failure(run.run_id, self.instance)
         return self._execute(job, options, asked)
 
-    def execute_from_failure(self) -> bool:
-        options = dg.ReexecutionOptions.from_failure(self.results[-1].run_id, self.instance)
-        return self._execute(once_job, options, {})
+    @contextlib.contextmanager
+    def storing_fails_once(self) -> Iterator[None]:
+        """Has `FailingIOManager` fail, which removes the file."""
+        self.place.let("unstorable")
+        yield
+        assert not (self.place.folder / "unstorable").exists()
 
     def _execute(
         self, job: Callable[[], dg.JobDefinition], options: dg.ReexecutionOptions | None, asked: dict[str, Any]
@@ -144,25 +149,6 @@ class Dagster:
             return None
         (asset,) = self.results[-1].job_def.asset_layer.executable_asset_keys
         return dict(defs.load_asset_value(asset, instance=self.instance))
-
-    @contextlib.contextmanager
-    def beside(self, action: Callable[[], object]) -> Iterator[None]:
-        """Does something while the block executes a run, which an action that fails lets end."""
-        failures: list[BaseException] = []
-
-        def act() -> None:
-            try:
-                action()
-            except BaseException as error:
-                failures.append(error)
-                self.place.let("end")
-
-        thread = threading.Thread(target=act, daemon=True)
-        thread.start()
-        yield
-        thread.join()
-        if failures:
-            raise failures[0]
 
     def kill_step(self, number: signal.Signals = signal.SIGKILL) -> set[int]:
         """Ends the process of the first try once its ranks train; the ranks."""
@@ -195,7 +181,7 @@ def killed(
         assert ranks <= place.ranks()
         place.let("end")
 
-    with dagster.beside(kill):
+    with dagster.place.beside(kill):
         assert dagster.execute(apart_job)
 
 
@@ -210,14 +196,6 @@ def deployed(dagster: Dagster) -> None:
     killed(dagster, lambda: dagster.place.deploy(2))
 
 
-def deployed_then_executed(dagster: Dagster) -> None:
-    dagster.place.deploy(1)
-    dagster.place.let("fail", "end")
-    assert not dagster.execute()
-    dagster.place.deploy(2)
-    assert dagster.execute_from_failure()
-
-
 def ended_meanwhile(dagster: Dagster) -> None:
     place = dagster.place
     place.let("hold")
@@ -228,56 +206,12 @@ def ended_meanwhile(dagster: Dagster) -> None:
         until(lambda: place.run().status().final, WAIT, "the end of the training")
         (place.folder / "hold").unlink()
 
-    with dagster.beside(kill):
+    with dagster.place.beside(kill):
         assert dagster.execute(apart_job)
 
 
-def retry(dagster: Dagster) -> None:
-    dagster.place.let("fail", "end")
-    assert dagster.execute(retried_job)
-
-
-def failed(dagster: Dagster) -> None:
-    dagster.place.let("fail", "end")
-    assert not dagster.execute()
-    assert dagster.execute_from_failure()
-
-
-def failed_then(**asked: Any) -> Callable[[Dagster], None]:
-    def scenario(dagster: Dagster) -> None:
-        dagster.place.let("fail", "end")
-        assert not dagster.execute()
-        assert dagster.execute_again(**asked)
-
-    return scenario
-
-
-def succeeded(dagster: Dagster) -> None:
-    dagster.place.let("end")
-    assert dagster.execute()
-    assert dagster.execute_again()
-
-
-def new_run(dagster: Dagster) -> None:
-    dagster.place.let("fail", "end")
-    assert not dagster.execute()
-    assert dagster.execute()
-
-
-def unstored_retry(dagster: Dagster) -> None:
-    dagster.place.let("unstorable", "end")
-    assert dagster.execute(retried_job)
-    assert (dagster.place.folder / "step-1").exists()
-
-
-def unstored(dagster: Dagster) -> None:
-    dagster.place.let("unstorable", "end")
-    assert not dagster.execute()
-    assert dagster.execute_from_failure()
-
-
 def ended(dagster: Dagster) -> None:
-    with dagster.beside(dagster.terminate):
+    with dagster.place.beside(dagster.terminate):
         assert not dagster.execute()
 
 
@@ -292,21 +226,11 @@ def ended_then(**asked: Any) -> Callable[[Dagster], None]:
 
 
 SCENARIOS: dict[str, Callable[[Dagster], None]] = {
+    **tries_table.SCENARIOS,
     "killed": killed,
     "killed-other-arguments": killed_with_other_arguments,
     "ended-meanwhile": ended_meanwhile,
     "deployed": deployed,
-    "failed-deployed": deployed_then_executed,
-    "retry": retry,
-    "failed": failed,
-    "failed-other-arguments": failed_then(lr=0.01),
-    "failed-other-code": failed_then(train="train_otherwise"),
-    "failed-other-ranks": failed_then(num_processes=2),
-    "failed-equal-data": failed_then(data="there"),
-    "succeeded": succeeded,
-    "new-run": new_run,
-    "unstored-retry": unstored_retry,
-    "unstored": unstored,
     "ended": ended,
     "ended-again": ended_then(),
     "ended-other-arguments": ended_then(lr=0.01),
@@ -340,17 +264,13 @@ def test_every_row_has_a_scenario() -> None:
 
 
 SOAK = {
+    *tries_table.SOAK,
     # A real `dagster dev` does it at every run of the suite: `test_a_step_that_was_killed_is_retried_...`.
     "killed",
     "deployed",
     # The delivery is that of "unstored-retry"; "ended-other-arguments" ends a run as well.
     "ended-meanwhile",
     "ended-again",
-    # What Dagster does is the same as for other arguments; the identity is core's, and has tests of its own.
-    "failed-other-code",
-    "failed-other-ranks",
-    "failed-equal-data",
-    "failed-deployed",
 }
 """Rows that run with `make faults` only: each training here begins with a driver that imports torch, some seconds."""
 
@@ -368,7 +288,7 @@ def test_without_another_try_the_training_dies_with_its_step(dagster: Dagster) -
         assert dagster.kill_step()
         assert wait_until_gone(f"OF_RANK={dagster.place.mark}", WAIT) == []
 
-    with dagster.beside(kill):
+    with dagster.place.beside(kill):
         assert not dagster.execute(once_apart_job)
 
 

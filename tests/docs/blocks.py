@@ -1,8 +1,9 @@
-"""Runs the blocks of code of the documentation as they stand there."""
+"""Runs the blocks of code of the documentation, and the examples of docstrings, as they stand there."""
 
 from __future__ import annotations
 
 import contextlib
+import doctest
 import linecache
 import os
 import re
@@ -19,6 +20,7 @@ from tests.conftest import ROOT, until
 from tests.docs.pages import PAGES, Block
 from tests.docs.pages import blocks as blocks_of
 from tests.handlers import restore_signal_handlers, signal_handlers
+from tests.loading import load_module
 
 from rankzero import RunHandle
 from rankzero.cli import main
@@ -163,3 +165,19 @@ def parse(line: str) -> None:
         arguments.append("1")
     with contextlib.suppress(SystemExit), command.make_context(name, arguments, resilient_parsing=False):
         pass
+
+
+def modules_with_examples(package: Path) -> list[str]:
+    """Names of the modules below a package's folder whose docstrings have an example."""
+    files = [path for path in sorted(package.rglob("*.py")) if ">>> " in path.read_text()]
+    dotted = [path.relative_to(package.parent).with_suffix("").parts for path in files]
+    return [".".join(parts[:-1] if parts[-1] == "__init__" else parts) for parts in dotted]
+
+
+def run_examples(name: str) -> None:
+    """Runs every example of a module, which sees what the module sees. Raises AssertionError with what differed."""
+    module, report = load_module(name), list[str]()
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+    for test in doctest.DocTestFinder(exclude_empty=True).find(module, name):
+        runner.run(test, out=report.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(report)

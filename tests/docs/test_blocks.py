@@ -1,16 +1,19 @@
 """Every block of code of the documentation is run, or marked with what it needs; these tests run those of the core.
 
-Trainings run on this machine, whatever engine a block names. `tests/airflow` and `tests/dagster` run theirs.
+So are the examples of docstrings. Trainings run on this machine, whatever engine a block names. `tests/airflow` and
+`tests/dagster` run theirs.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.conftest import ROOT
 from tests.docs import blocks
 from tests.docs.given import GIVEN, checkpoint, data
 
@@ -64,3 +67,14 @@ def test_what_is_not_run_is_known() -> None:
 @pytest.mark.parametrize(("page", "line"), blocks.commands())
 def test_the_commands_and_options_that_pages_name_exist(page: str, line: str) -> None:
     blocks.parse(line)
+
+
+@pytest.mark.parametrize("name", blocks.modules_with_examples(ROOT / "core" / "rankzero"))
+def test_the_examples_of_docstrings_are_true(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Some write files beside them.
+    monkeypatch.chdir(tmp_path)
+    blocks.run_examples(name)
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        # Else other tests of this process would have a group, too.
+        dist.destroy_process_group()

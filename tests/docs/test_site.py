@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import posixpath
 import re
-import tomllib
 
 import pytest
 import yaml
@@ -22,23 +21,6 @@ def test_quoted_numbers_are_those_of_the_last_measurement(page: str, monkeypatch
     text = text_of(page)
     assert text == quotes.quoted(text, quotes.load()), "python benchmarks/quotes.py writes them again"
     assert not re.search(r"^\s*<!--bench", text, re.M), "a comment that begins a line ends the paragraph"
-
-
-def test_a_quoted_number_without_a_measurement_is_an_error() -> None:
-    import quotes
-
-    results = {"launch": {"rows": [{"what": "torchrun", "median": 2.676, "unit": "s"}], "ratios": []}}
-    assert quotes.quoted("<!--bench launch: torchrun-->9<!--/-->", results) == (
-        "<!--bench launch: torchrun-->2.68 s<!--/-->"
-    )
-    with pytest.raises(KeyError, match="launch: gone"):
-        quotes.quoted("<!--bench launch: gone-->9<!--/-->", results)
-    assert [quotes.number(value) for value in (0.01731, 2.0, 39.57, 26140000.0)] == [
-        "0.0173",
-        "2",
-        "39.6",
-        "26,100,000",
-    ]
 
 
 @pytest.mark.parametrize("page", [*PAGES, EXAMPLES])
@@ -70,22 +52,6 @@ def test_the_navigation_has_every_page_once() -> None:
 def test_lists_are_lists_on_the_site_too(page: str) -> None:
     # GitHub begins a list without an empty line before it, Python-Markdown does not.
     assert not re.search(r"^(?![*\-|]|\d+\.|\s|```|$).+\n[*-] ", text_of(page), re.M), page
-
-
-def test_the_page_on_installing_has_every_extra() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = {"none": project["dependencies"], **project["optional-dependencies"]}
-    rows = dict(
-        re.findall(r"^\| (.+?) \|(.*)$", text_of("docs/before-you-adopt.md").partition("## What was run")[0], re.M)
-    )
-    for name, required in extras.items():
-        if name == "dev":
-            continue
-        brings = next((brings for names, brings in rows.items() if name in re.findall(r"[\w-]+", names)), None)
-        assert brings, f"no row for {name}"
-        if name in ("none", "data", "delta", "spark", "torch"):
-            for package in required:
-                assert re.match(r"[\w-]+", package)[0] in brings, f"{name}: {package}"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")])

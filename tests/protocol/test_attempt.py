@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from rankzero import EngineError, Launcher, LocalEngine, RankZeroError, RunCancelledError, RunHandle, WorkerFailedError
-from rankzero.bounds import STOP_MARGIN
 from rankzero.channel import messages
 from rankzero.channel.client import Driver
 from rankzero.channel.connection import Connection
@@ -177,16 +176,6 @@ def play(launcher: Launcher, tmp_path: Path) -> Callable[..., Played]:
     return run
 
 
-def test_every_rank_finishes_and_the_value_is_rank_0s(play: Callable[..., Played]) -> None:
-    async def clean_up(agent: Agent) -> None:
-        await succeed(agent)
-        await asyncio.sleep(2 * STOP_MARGIN())
-
-    played = play(succeed, clean_up)
-    phase = RunHandle.attach(played.directory).status().phase
-    assert (played.value, played.error, played.was_cancelled, phase) == (7, None, False, "final")
-
-
 def test_an_agent_that_dies_after_the_success_does_not_end_the_others(play: Callable[..., Played]) -> None:
     async def die(agent: Agent) -> None:
         await agent.start()
@@ -254,18 +243,6 @@ def test_a_cancel_is_noted_while_the_ranks_of_a_failure_stop(play: Callable[...,
 
     played = play(fail, stop_grace=WAIT)
     assert (played.error.exception_type, played.was_cancelled) == ("ValueError", False)
-
-
-def test_a_value_that_arrives_after_an_error_is_a_success(play: Callable[..., Played]) -> None:
-    async def finish_late(agent: Agent) -> None:
-        await agent.start()
-        agent.send(Reached("returned", {"time": time.time()}))
-        await agent.expect(Stop)
-        agent.finish()
-        await agent.leave()
-
-    played = play(finish_late, timeout=0.5)
-    assert (played.value, played.error) == (7, None)
 
 
 def test_what_an_agent_sent_before_its_end_counts_before_the_engines_error(play: Callable[..., Played]) -> None:

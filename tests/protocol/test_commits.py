@@ -107,18 +107,6 @@ def test_the_last_checkpoint_is_tried_again_whatever_else_waits(work: Commits) -
     assert (work.committed, work.lost) == ([0], [])
 
 
-@pytest.mark.parametrize("ranks", [[0, 1], [1, 0]])
-def test_a_whole_checkpoint_is_committed_whatever_another_rank_gives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: list[int]
-) -> None:
-    work = Commits(tmp_path, monkeypatch, world_size=2)
-    for rank in ranks:
-        work.add(0, rank, sharded=rank == 1)
-    work.finish()
-    assert (work.committed, work.lost) == ([0], [])
-    assert "on every rank or on none" in str(work.storage.facts.refusal)
-
-
 def test_a_sharded_checkpoint_waits_for_all_parts_until_a_later_one_is_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from tests.runs import job, submitted
 from rankzero import InvalidJobError, RunHandle, RunNotFoundError, store
 from rankzero.data.manifest import FILE, Manifest, to_bytes
 from rankzero.run.directory import RunDirectory, Submission
-from rankzero.run.retention import ABANDONED, HALF_REMOVED, REMOVAL_CLAIM_TIMEOUT, Collection, collect
+from rankzero.run.retention import ABANDONED, HALF_REMOVED, REMOVAL_CLAIM_TIMEOUT, collect
 from rankzero.run.status import RunStatus
 from rankzero.submit.existing import claim
 
@@ -60,6 +60,7 @@ def names(root: str) -> list[str]:
 def test_what_was_begun_in_this_hour_stays(root: str) -> None:
     begin(root, "begun")
     assert collect(root, 1.0, now=NOW + 600).removed == []
+    assert collect(root + "/nowhere", MONTH).removed == []
 
 
 def test_only_old_runs_that_ended_are_removed(root: str) -> None:
@@ -199,10 +200,6 @@ def test_a_run_that_another_collector_removes_meanwhile_is_no_problem(
     assert names(root) == []
 
 
-def test_a_store_that_is_not_there_is_empty(root: str) -> None:
-    assert collect(root + "/nowhere", MONTH) == Collection()
-
-
 @pytest.mark.parametrize("older_than", [0, -1.0, "30d"])
 def test_an_age_that_is_none_is_refused(root: str, older_than: object) -> None:
     with pytest.raises(InvalidJobError, match="older_than is"):
@@ -215,32 +212,6 @@ def test_links_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "runs" / "link").symlink_to(elsewhere.run.directory)
     assert collect(tmp_path / "runs", MONTH).removed == []
     assert elsewhere.status().state == "succeeded"
-
-
-class Killed(BaseException):
-    """The end of the process, in the middle."""
-
-
-def test_the_next_collection_finishes_what_a_dead_one_began(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_run(root, "old", ended(OLD)).run
-    remove, calls = store.remove, 0
-
-    def die(location: str) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise Killed
-        remove(location)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "remove", die)
-        with pytest.raises(Killed):
-            collect(root, MONTH)
-    assert run.newest()[1] is None, "there is no run any more"
-    assert len(run.names()) == 2
-    (removed,) = collect(root, MONTH).removed
-    assert removed.state == HALF_REMOVED
-    assert run.names() == ["1.json"]
 
 
 def test_a_submission_of_the_same_run_id_while_the_old_run_is_removed(

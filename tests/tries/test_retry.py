@@ -37,7 +37,7 @@ def because_of(error: RankZeroError, cause: BaseException) -> RankZeroError:
         # The infrastructure.
         (HangError(""), "", True),
         (EngineError("the driver died"), "", True),
-        (InsufficientSlotsError("", needed=4, available=2), "", True),
+        (InsufficientSlotsError(""), "", True),
         (StartTimeoutError("", missing=["rank 1"]), "", True),
         (ResultError(""), "", True),
         (RunNotFoundError(""), "", True),

@@ -6,10 +6,11 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tests.conftest import ROOT, processes_with, until, wait_until_gone
 
@@ -124,6 +125,15 @@ class Place:
         # Two versions may fall into one tick of the file system's clock.
         os.utime(path, (version, version))
 
+    @contextlib.contextmanager
+    def beside(self, action: Callable[[], object], *, ends: bool = False) -> Iterator[None]:
+        """Does something while the block runs a try; lets the training end after that if asked to, or if that fails."""
+        with ThreadPoolExecutor(1) as pool:
+            acting = pool.submit(action)
+            acting.add_done_callback(lambda done: self.let("end") if ends or done.exception() else None)
+            yield
+        acting.result()
+
     def begun(self) -> list[dict[str, int]]:
         """Process and epoch of each beginning, in order."""
         notes = self.folder / "begun"
@@ -168,3 +178,84 @@ class Place:
         beginnings = {"resumes": [0, 1], "from scratch": [0, 0]}.get(outcome, [0])
         assert [each["epoch"] for each in begun] == beginnings
         assert submissions == len(beginnings)
+
+
+class Orchestrator(Protocol):
+    """A pipeline of one step that trains, in an orchestrator."""
+
+    place: Place
+
+    def execute(self, *, retries: int = 0) -> bool:
+        """Executes the pipeline; returns True if it has succeeded."""
+
+    def execute_again(self, **changed: Any) -> bool:
+        """Does what a user does who wants the step again; returns True if it has succeeded."""
+
+    def storing_fails_once(self) -> contextlib.AbstractContextManager[Any]:
+        """Has the orchestrator fail to store the next result."""
+
+
+def _failed_then(**changed: Any) -> Callable[[Orchestrator], None]:
+    def scenario(it: Orchestrator) -> None:
+        it.place.let("fail", "end")
+        assert not it.execute()
+        assert it.execute_again(**changed)
+
+    return scenario
+
+
+def _failed_then_deployed(it: Orchestrator) -> None:
+    it.place.deploy(1)
+    it.place.let("fail", "end")
+    assert not it.execute()
+    it.place.deploy(2)
+    assert it.execute_again()
+
+
+def _retry(it: Orchestrator) -> None:
+    it.place.let("fail", "end")
+    assert it.execute(retries=1)
+
+
+def _succeeded(it: Orchestrator) -> None:
+    it.place.let("end")
+    assert it.execute()
+    assert it.execute_again()
+
+
+def _new_run(it: Orchestrator) -> None:
+    it.place.let("fail", "end")
+    assert not it.execute()
+    assert it.execute()
+
+
+def _unstored_retry(it: Orchestrator) -> None:
+    it.place.let("end")
+    with it.storing_fails_once():
+        assert it.execute(retries=1)
+
+
+def _unstored(it: Orchestrator) -> None:
+    it.place.let("end")
+    with it.storing_fails_once():
+        assert not it.execute()
+    assert it.execute_again()
+
+
+SCENARIOS: dict[str, Callable[[Any], None]] = {
+    "retry": _retry,
+    "failed": _failed_then(),
+    "failed-deployed": _failed_then_deployed,
+    "failed-other-arguments": _failed_then(lr=0.01),
+    "failed-other-code": _failed_then(train="train_otherwise"),
+    "failed-other-ranks": _failed_then(num_processes=2),
+    "failed-equal-data": _failed_then(data="there"),
+    "succeeded": _succeeded,
+    "new-run": _new_run,
+    "unstored-retry": _unstored_retry,
+    "unstored": _unstored,
+}
+"""The rows in which both orchestrators do the same; each adds those in which a process dies or a user ends a run."""
+
+SOAK = {"failed-other-code", "failed-other-ranks", "failed-equal-data", "failed-deployed"}
+"""What they do there is the same as for other arguments; the identity is core's, and has tests of its own."""

@@ -209,7 +209,10 @@ def _launcher(
     return Launcher(
         _world(num_processes, nproc_per_node, nnodes, use_gpu=options["use_gpu"]),
         engine=engine_of(engine, conf, deploy_mode),
-        **{name: TABLE[name].read(value) if isinstance(value, str) else value for name, value in given.items()},
+        **{
+            name: TABLE[name].kind.read(name, value) if isinstance(value, str) else value
+            for name, value in given.items()
+        },
     )
 
 

@@ -94,8 +94,6 @@ class TorchDistributor:
                 raise InsufficientSlotsError(
                     f"GPUs were unable to be found on the driver: use_gpu=True needs {self.num_processes} GPUs, one "
                     "for each rank. Set use_gpu=False to train on the CPU",
-                    needed=self.num_processes,
-                    available=0,
                 )
             if self.num_processes > available:
                 self.logger.warning(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import functools
 import logging
 import os
 import pickle
+import queue
 import threading
 import time
 from collections import Counter
@@ -36,7 +38,7 @@ from rankzero.masking import Mask, secrets_of, without_credentials
 from rankzero.run.directory import EVENTS, REPORT_FILE, Submission
 from rankzero.run.handle import RunHandle
 from rankzero.run.output import events_of
-from rankzero.threads import ActionThread, Flag, in_thread, reply_of
+from rankzero.threads import ActionThread, in_thread, reply_of
 from rankzero.tracking.tracker import Tracker
 
 TRACKER_POLL_INTERVAL = 1.0  # Seconds before each poll of the events, the first too: imports slow the ranks' start
@@ -206,9 +208,10 @@ class DriverThread(threading.Thread):
         super().__init__(name="rankzero-driver", daemon=True)
         self.driver = driver
         self.error: BaseException | None = None
-        # join() with a timeout and is_alive() are unusable: before CPython 3.13, an exception that a signal handler
-        # raises inside join() makes a running thread look finished.
-        self._ended = Flag()
+        # An exception that a signal handler raises may leave a lock held inside Event.wait, and before CPython 3.13 it
+        # makes a running thread look finished inside join().
+        self._has_ended = False
+        self._end: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def run(self) -> None:
         """Runs the driver until the run has ended."""
@@ -217,11 +220,12 @@ class DriverThread(threading.Thread):
         except BaseException as error:
             self.error = error
         finally:
-            self._ended.set()
+            self._has_ended = True
+            self._end.put(None)
 
     def poll(self) -> int | None:
         """Returns None while the driver runs, then 0, like `subprocess.Popen.poll`."""
-        return 0 if self._ended.is_set() else None
+        return 0 if self._has_ended else None
 
     def cancel(self) -> None:
         """Makes the driver end the run on request, without the store."""
@@ -229,7 +233,10 @@ class DriverThread(threading.Thread):
 
     def await_end(self, timeout: float) -> None:
         """Waits until the driver has finished, for at most ``timeout`` seconds."""
-        self._ended.wait(timeout)
+        if not self._has_ended:
+            with contextlib.suppress(queue.Empty):
+                # For the next thread that waits. If an exception prevents it, that thread waits for its whole timeout.
+                self._end.put(self._end.get(timeout=max(0.0, timeout)))
 
     def last_output(self) -> bytes:
         """Returns nothing, since the thread prints with the caller's process."""

@@ -233,7 +233,7 @@ class Recorder:
             if time.monotonic() >= deadline:
                 self._stuck_at = before
                 break
-            await asyncio.sleep(bounds.POLL_INTERVAL_BRIEF)
+            await asyncio.sleep(bounds.POLL_INTERVAL_SHORT)
 
     def _append(self, name: str, texts: list[str]) -> None:
         """Appends lines in a thread, since a disk may hang, or be full: lines that find no room are lost."""
@@ -277,7 +277,7 @@ class Recorder:
 
     def log(self, rank: int, lines: list[str]) -> None:
         """Appends lines of a rank, with the current time and the run's secrets masked."""
-        lines = self.mask.lines(lines)
+        lines = self.mask.facts(lines)
         self._append(LINES, [f"[{rank}] {line}" for line in stamped(lines, time.time())])
 
     def finish(self, **changes: Any) -> None:

@@ -66,8 +66,6 @@ def require_local_gpus(needed: int) -> None:
             f"use_gpu=True needs {needed} GPUs, one for each rank, but this machine offers "
             f"{len(gpus)} ({', '.join(gpus) or 'neither nvidia-smi nor torch lists any'}; {limits or 'none hidden'}). "
             "Lower num_processes or set use_gpu=False",
-            needed=needed,
-            available=len(gpus),
         )
 
 

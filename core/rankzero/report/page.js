@@ -225,7 +225,7 @@
       item.append(name);
     }
     const numbers = [...new Set(run.ranks.map((one) => one.rank))].sort((a, b) => a - b);
-    const row = numbers.length > 200 ? 4 : numbers.length > 40 ? 10 : 18;
+    const row = numbers.length > 200 ? 4 : numbers.length > 40 ? 12 : 18;
     const left = 116, wide = 1160, bottom = 24, head = 10, high = numbers.length * row + bottom + head;
     const first = Math.min(...run.ranks.map((one) => one.started || one.entered));
     const last = Math.max(first + 0.1, run.ended || run.now, ...run.ranks.map((one) => one.ended || 0));
@@ -243,7 +243,7 @@
     };
     const hosts = new Map(run.ranks.map((one) => [one.rank, one.host]));
     numbers.forEach((rank, index) => {
-      if (row > 4 || index % 10 === 0) add(svg, "text", { x: 0, y: head + index * row + row - 6 }, `${rank} ${hosts.get(rank) || ""}`.slice(0, 17));
+      if (row > 4 || index % 10 === 0) add(svg, "text", { x: 0, y: head + index * row + row * 2 / 3 }, `${rank} ${hosts.get(rank) || ""}`.slice(0, 17));
     });
     for (const one of run.ranks) {
       const y = head + numbers.indexOf(one.rank) * row;

@@ -8,7 +8,6 @@ from typing import Any
 
 from rankzero.bounds import HEARTBEAT_INTERVAL
 from rankzero.errors import RunNotFoundError
-from rankzero.job import strange
 
 SHORTEST_PACE = 1.0  # Shortest interval in seconds between two writes to an object store, or polls of it
 LONGEST_PACE = 10.0  # The longest: a run older than a quarter of an hour may receive a cancel that late
@@ -75,8 +74,8 @@ class RunStatus:
         """Reads what `to_json` returned. Raises RunNotFoundError, with the path, if rankzero has not written this."""
         try:
             facts = json.loads(data)
-            if found := strange(facts, {"state": str, "heartbeat": (int, float)}):
-                raise ValueError(found)
+            if not facts.keys() >= {"state", "heartbeat"}:
+                raise ValueError("it has no state and no heartbeat")
             return cls(**{name: value for name, value in facts.items() if name in cls.__dataclass_fields__})
         except (AttributeError, TypeError, ValueError) as error:
             raise RunNotFoundError(f"{path} was not written by rankzero: {error}") from None

@@ -16,7 +16,3 @@ if TYPE_CHECKING:
 __all__ = ["MLflow", "TensorBoard", "Tracker"]
 
 lazy_names(__name__, "mlflow.MLflow tensorboard.TensorBoard tracker.Tracker")
-
-
-def __dir__() -> list[str]:
-    return __all__

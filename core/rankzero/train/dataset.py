@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankzero.data.manifest import Manifest, from_bytes
 from rankzero.errors import InvalidJobError
-from rankzero.kinds import COUNT, COUNT_FROM_ONE
+from rankzero.kinds import COUNT, POSITIVE
 from rankzero.train import context
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class DatasetShard(Epochs):
         if columns is not None and (isinstance(columns, str) or not columns):
             raise InvalidJobError(f"columns is {columns!r}; give a list of names, or None for all columns")
         options = {
-            "batch_size": COUNT_FROM_ONE.check("batch_size", batch_size),
+            "batch_size": POSITIVE.check("batch_size", batch_size),
             "seed": seed if shuffle else None,
             "drop_last": drop_last,
             "columns": columns,

@@ -55,7 +55,7 @@ def test_errors_of_ranks_are_named_as_in_the_dag_file_and_a_look_up_is_one(airfl
     assert airflow.finish("failing", run_id) == "failed"
     own, look_up = (airflow.log("failing", run_id, name) for name in ("own", "look_up"))
     assert "failed: training_dags.OfThisFileError: no rows" in own
-    assert "failed: airflow_rankzero.secrets.LookupInRankError: the variable" in look_up
+    assert "failed: airflow_rankzero.provider_info.LookupInRankError: the variable" in look_up
 
 
 @pytest.fixture

@@ -120,7 +120,7 @@ def test_a_line_says_how_far_spark_is_whenever_the_interval_is_over(
     session: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, looks, done = itertools.count(0, 7), itertools.count(1), threading.Event()
-    monkeypatch.setattr(materializing, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(materializing, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=time.sleep))
     lines: list[str] = []
     materializing.action(
         lambda: done.wait(60),

@@ -363,7 +363,7 @@ def test_bad_paths_are_refused_before_a_start(parquet: Path, tmp_path: Path) -> 
             Launcher(ranks, dataset=source, store=tmp_path / "runs").run(max, 1, 2)
         return str(caught.value)
 
-    assert "does not exist" in refusal(tmp_path / "nothing")
+    assert "does not exist: /nowhere/x.parquet" in refusal("file:///nowhere/x.parquet")
     (tmp_path / "empty").mkdir()
     assert "has no files" in refusal(tmp_path / "empty")
     pq.write_table(table(0), tmp_path / "zero.parquet")

@@ -134,6 +134,10 @@ def test_no_java(monkeypatch: pytest.MonkeyPatch) -> None:
         ("[SPARK-24819]: Barrier execution mode does not allow", "lost slots"),
         ("at x\nRuntimeError: rankzero agent of task 1 ended by signal 9: ", "agent of task 1 ended by signal 9"),
         ("something else\n\tat java.lang.Thread", "the Spark job failed: something else"),
+        (
+            'at x\njava.io.IOException: Cannot run program "/x/python": error=2\n\tat java.lang.Thread',
+            "the Spark job failed: the executors have no Python at '/x/python': set spark.pyspark.python",
+        ),
     ],
 )
 def test_sparks_own_words_become_typed_errors(text: str, words: str) -> None:

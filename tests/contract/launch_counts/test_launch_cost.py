@@ -22,9 +22,6 @@ from rankzero.task.zygote import PRELOADED_LATER
 pytestmark = pytest.mark.usefixtures("own_zygotes")
 
 
-NAMED = {"RANKZERO_PRELOAD": "no_such_module, lib2to3.__main__,xmlrpc.server"}
-"""Names modules for a zygote to load. The first does not exist, and the second exits."""
-
 TASK_BYTES = 10_000
 """The code of rankzero, nearly 200 kB, does not go with the tasks of every launch."""
 
@@ -48,15 +45,6 @@ def test_what_the_first_optimizer_step_imports_is_loaded_in_a_pause(launcher: La
     while launcher.run(loaded, names) != names:
         assert time.monotonic() < deadline
         time.sleep(1.0)
-
-
-def test_a_zygote_loads_what_its_environment_names(launcher: Launcher) -> None:
-    def loaded() -> bool:
-
-        return "xmlrpc.server" in sys.modules
-
-    assert not launcher.run(loaded)
-    assert launcher.options(env=NAMED).run(loaded)
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +99,20 @@ def test_a_spark_of_the_driver_imports_torch_once_while_its_jvm_starts(
     assert one[2] == ["of the executor", "7", "3"]
 
 
+def test_the_code_goes_to_the_executors_once(launcher: Launcher, spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    real = spark.sparkContext.broadcast
+    monkeypatch.setattr(spark.sparkContext, "broadcast", lambda value: made.append(len(value)) or real(value))
+    vars(spark.sparkContext).pop("_rankzero", None)
+    for _ in range(2):
+        launcher.options(engine=SparkEngine(session=spark)).run(len, [])
+    assert len(made) == 1
+    # Somebody has cleaned the temporary directory.
+    os.unlink(known(spark.sparkContext).code()._path)
+    launcher.options(engine=SparkEngine(session=spark)).run(len, [])
+    assert len(made) == 2
+
+
 def test_what_spark_sends_with_a_task_does_not_depend_on_the_arguments(launcher: Launcher, spark: Any) -> None:
     from pyspark import cloudpickle
 
@@ -130,17 +132,3 @@ def test_what_spark_sends_with_a_task_does_not_depend_on_the_arguments(launcher:
     small, large = sizes
     assert abs(large - small) < 1000
     assert large < TASK_BYTES
-
-
-def test_the_code_goes_to_the_executors_once(launcher: Launcher, spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    real = spark.sparkContext.broadcast
-    monkeypatch.setattr(spark.sparkContext, "broadcast", lambda value: made.append(len(value)) or real(value))
-    vars(spark.sparkContext).pop("_rankzero", None)
-    for _ in range(2):
-        launcher.options(engine=SparkEngine(session=spark)).run(len, [])
-    assert len(made) == 1
-    # Somebody has cleaned the temporary directory.
-    os.unlink(known(spark.sparkContext).code()._path)
-    launcher.options(engine=SparkEngine(session=spark)).run(len, [])
-    assert len(made) == 2

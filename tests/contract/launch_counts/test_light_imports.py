@@ -1,21 +1,8 @@
 """Importing rankzero, and what travels to executors, stays light."""
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
-
-CORE = Path(__file__).parents[3] / "core" / "rankzero"
-
-LIBRARIES = {
-    "cli": {"click"},
-    "compat": {"cloudpickle", "torch"},
-    "data": {"torch"},
-    "submit": {"cloudpickle"},
-    "testing": {"pytest"},
-    "train": {"torch"},
-}
-"""The libraries that modules of a room import at their top. Every other room imports the standard library alone."""
 
 HEAVY = ("torch", "pyspark", "numpy", "pandas", "airflow", "dagster", "fsspec", "cloudpickle", "asyncio", "click")
 
@@ -58,15 +45,3 @@ def test_agent_and_worker_need_only_the_standard_library() -> None:
     )
     done = subprocess.run([sys.executable, "-S", "-I", "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_modules_import_at_their_top_only_what_their_room_may() -> None:
-    found: dict[str, set[str]] = {}
-    for path in CORE.rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            libraries = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"rankzero"}
-            if libraries:
-                found.setdefault(path.relative_to(CORE).parts[0], set()).update(libraries)
-    assert found == LIBRARIES

@@ -85,8 +85,3 @@ def test_internal_and_compatible_changes_need_none(check_api: ModuleType, reposi
     change(repository, "def inner(a)", "def inner(b)")
     change(repository, "def run(function, num_processes=1)", "def run(function, num_processes=1, *, use_gpu=False)")
     assert check_api.unexplained(repository, "v0.1.0", MODULES) == []
-
-
-def test_the_public_names_of_this_repository_are_compared(check_api: ModuleType) -> None:
-    release = check_api.last_release(ROOT)
-    assert release is None or check_api.unexplained(ROOT, release, check_api.MODULES) == []

@@ -1,6 +1,5 @@
 """What is released: the wheel and the sdist, installed into a bare environment, with each extra alone."""
 
-import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -8,12 +7,10 @@ import sys
 import tarfile
 import venv
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 from tests.conftest import ROOT
 
 from rankzero.values.formats import unpack
@@ -124,34 +121,6 @@ class Environment:
         return done.stdout.strip().splitlines()[-1]
 
 
-def needed(wheel: Path, extra: str) -> Iterator[importlib.metadata.Distribution]:
-    """The installed distributions that the wheel says it needs, and those that they need in turn."""
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        text = archive.read(name).decode()
-    waiting = [(line.partition(": ")[2], extra) for line in text.splitlines() if line.startswith("Requires-Dist: ")]
-    seen = set()
-    while waiting:
-        line, wanted = waiting.pop()
-        requirement = Requirement(line)
-        if requirement.marker and not requirement.marker.evaluate({"extra": wanted}):
-            continue
-        for part in requirement.extras or {""}:
-            if (requirement.name, part) not in seen:
-                seen.add((requirement.name, part))
-                found = importlib.metadata.distribution(requirement.name)
-                waiting += [(other, part) for other in found.requires or ()]
-                yield found
-
-
-def link(distribution: importlib.metadata.Distribution, site: Path) -> None:
-    """Makes an installed distribution one of another environment, too."""
-    for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
-        place = site / top
-        if not place.exists():
-            place.symlink_to(Path(str(distribution.locate_file(top))))
-
-
 def test_the_wheel_holds_what_is_used_and_no_more(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as archive:
         names = archive.namelist()
@@ -169,17 +138,6 @@ def test_the_sdist_holds_what_the_repository_does(built: Built) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
     assert {name for name in tracked if name.endswith((".py", ".md", ".toml"))} <= names
-
-
-@pytest.mark.soak
-def test_the_quick_start_of_a_bare_environment(built: Built, tmp_path: Path) -> None:
-    """With what the wheel names and no more; the packages themselves are those of this environment."""
-    bare = Environment(tmp_path / "venv")
-    with zipfile.ZipFile(built.wheel) as archive:
-        archive.extractall(bare.site)
-    for distribution in needed(built.wheel, "torch"):
-        link(distribution, bare.site)
-    assert bare.run(QUICK_START.format(engine="", use="", store=str(tmp_path / "runs")), tmp_path) == "2 (1, 8)"
 
 
 @pytest.mark.soak

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.conftest import find
+from tests.docs.pages import blocks
 
 from rankzero import InvalidJobError, Launcher, WorkerFailedError
 from rankzero.compat.deepspeed_distributor import DeepspeedTorchDistributor
@@ -101,28 +102,6 @@ def test_a_wrong_world_of_lightnings_is_named(launcher: Launcher, options: dict[
         launcher.run(train)
 
 
-def hugging_face_fit(folder: str) -> Any:
-    import torch
-    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
-
-    config = BertConfig(
-        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
-        max_position_embeddings=8,
-    )  # fmt: skip
-    rows = [{"input_ids": torch.arange(4), "labels": torch.tensor(index % 2)} for index in range(16)]
-    arguments = TrainingArguments(
-        folder, per_device_train_batch_size=2, num_train_epochs=1, report_to=[], use_cpu=True, save_strategy="no",
-        disable_tqdm=True,
-    )  # fmt: skip
-    trainer = Trainer(BertForSequenceClassification(config), arguments, train_dataset=rows)
-    return arguments.world_size, trainer.train().global_step
-
-
-@needs("transformers", "accelerate")
-def test_hugging_face_trainer(launcher: Launcher, tmp_path: Path) -> None:
-    assert launcher.run(hugging_face_fit, str(tmp_path / "out")) == (2, 4)
-
-
 @needs("transformers", "accelerate")
 def test_arguments_that_know_another_world_are_refused(launcher: Launcher, tmp_path: Path) -> None:
     from accelerate import Accelerator
@@ -134,30 +113,6 @@ def test_arguments_that_know_another_world_are_refused(launcher: Launcher, tmp_p
     accelerator = Accelerator(cpu=True)
     with pytest.raises(InvalidJobError, match="holds accelerate's .*make TrainingArguments or Accelerator inside"):
         launcher.run(lambda: accelerator.num_processes)
-
-
-ACCELERATE = """
-    import torch
-    from accelerate import Accelerator
-    import rankzero.train as rt
-
-    accelerator = Accelerator(cpu=True)
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(16, 4)), batch_size=2)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for [x] in loader:
-        accelerator.backward(model(x).pow(2).mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    rt.set_result([accelerator.num_processes, len(loader), type(model).__name__])
-"""
-
-
-@needs("accelerate")
-def test_an_unmodified_script_of_accelerate(launcher: Launcher, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(textwrap.dedent(ACCELERATE))
-    assert launcher.run(str(tmp_path / "train.py")) == [2, 4, "DistributedDataParallel"]
 
 
 def accelerate_fit(lr: float, found: list[Any] | None = None) -> Any:
@@ -259,3 +214,14 @@ def test_deepspeed_trains_with_its_own_engine(tmp_path: Path) -> None:
     engine, optimizer, world_size, lr, losses = distributor.run(str(tmp_path / "train.py"), "--lr=0.5")
     assert (engine, optimizer, world_size, lr) == ("DeepSpeedEngine", "DeepSpeedZeroOptimizer", 2, 0.5)
     assert losses[-1] < losses[0]
+
+
+@needs("optuna")
+def test_the_documentations_study_finds_a_good_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANKZERO_STORE", str(tmp_path))
+    found, study = [block for block in blocks("docs/python.md") if "sweep_step" in block.text]
+    names: dict[str, Any] = {"__name__": "sweeps"}
+    for block in (found, study):
+        exec(compile(block.text, block.page, "exec", dont_inherit=True), names)
+    assert len(names["study"].trials) == 12
+    assert abs(names["study"].best_params["lr"] - 0.3) < 0.3

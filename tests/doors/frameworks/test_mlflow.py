@@ -172,15 +172,8 @@ def test_a_report_that_is_sent_again_keeps_its_number(server: str, client: Any, 
     assert [(each.step, each.value) for each in history] == [(1, 0.5), (2, 0.25)]
 
 
-def test_another_training_under_the_same_run_id_is_another_run(server: str, client: Any, tmp_path: Path) -> None:
-    launcher = Launcher(1, store=tmp_path, run_id="one", trackers=[MLflow(server, experiment="two runs")])
-    for lr in ("0.5", "0.7"):
-        launcher.run(float, lr)
-    assert len(runs(client, "two runs")) == 2
-
-
-def test_a_training_on_a_new_disk_is_another_run(server: str, client: Any, tmp_path: Path) -> None:
-    """The path of the run directory is the same: in a container that has started again, or after a clean-up."""
+def test_another_training_and_one_on_a_new_disk_is_another_run(server: str, client: Any, tmp_path: Path) -> None:
+    """The run id is the same, and the path on a new disk, too: in a container that has started again, for example."""
 
     def train(lr: float) -> float:
         import rankzero.train as rt
@@ -188,15 +181,17 @@ def test_a_training_on_a_new_disk_is_another_run(server: str, client: Any, tmp_p
         rt.report({"step": 0, "loss": lr})
         return lr
 
-    for lr in (0.1, 0.9):
-        launcher = Launcher(1, store=tmp_path / "runs", run_id="one", trackers=[MLflow(server, experiment="new disk")])
+    launcher = Launcher(1, store=tmp_path / "runs", run_id="one", trackers=[MLflow(server, experiment="new disk")])
+    for lr in (0.1, 0.5):
         launcher.run(train, lr)
-        (tmp_path / "runs").rename(tmp_path / f"runs-{lr}")
+    (tmp_path / "runs").rename(tmp_path / "runs before")
+    launcher.run(train, 0.9)
     found = {run.data.params["lr"]: run for run in runs(client, "new disk")}
     assert {
         lr: [each.value for each in client.get_metric_history(run.info.run_id, "loss")] for lr, run in found.items()
     } == {
         "0.1": [0.1],
+        "0.5": [0.5],
         "0.9": [0.9],
     }
 

@@ -117,19 +117,6 @@ def test_a_cell_shows_a_card_and_the_lines_while_the_run_lives(kernel: Kernel, t
     assert not any("<script" in card for card in kernel.cards())
 
 
-def test_a_handle_is_a_small_report(kernel: Kernel, tmp_path: Path) -> None:
-    kernel.messages.clear()
-    kernel.run(f"""
-        launcher = Launcher(1, store={str(tmp_path)!r}, run_id="handle")
-        handle = launcher.submit(train, 2, 0.0)
-        handle.wait()
-        handle
-    """)
-    card = kernel.cards()[-1]
-    assert "succeeded" in card
-    assert "<b>loss</b>" in card
-
-
 def test_an_interrupt_of_the_kernel_cancels_the_run(kernel: Kernel, tmp_path: Path) -> None:
     kernel.messages.clear()
     kernel.start(f"Launcher(2, store={str(tmp_path)!r}, run_id='endless').run(train, 100_000, 0.1)")

@@ -12,7 +12,6 @@ from tests import interrupted
 
 from rankzero.driver.driver import DriverThread
 from rankzero.host.forks import held
-from rankzero.threads import Flag
 
 MOMENT = 0.0001
 
@@ -26,7 +25,7 @@ def completes(action: Callable[[], Any]) -> bool:
 
 
 def test_a_wait_for_a_driver_thread_may_be_interrupted_anywhere() -> None:
-    driver, may_end = None, Flag()
+    driver, may_end = None, threading.Event()
 
     class Stub:
         """A driver that ends when the test says so."""
@@ -36,7 +35,7 @@ def test_a_wait_for_a_driver_thread_may_be_interrupted_anywhere() -> None:
 
     def waiting() -> Callable[[], None]:
         nonlocal driver, may_end
-        may_end = Flag()
+        may_end = threading.Event()
         driver = DriverThread(Stub())  # type: ignore[arg-type]
         driver.start()
         return lambda: driver.await_end(MOMENT)
@@ -75,18 +74,3 @@ def test_a_signal_handler_may_hold_while_its_thread_enters_and_leaves() -> None:
             pass
 
     assert list(interrupted.everywhere(lambda: hold, "rankzero/host/forks.py", handle=hold))
-
-
-def test_a_flag_wakes_all_that_wait() -> None:
-    flag, woken = Flag(), []
-    threads = [threading.Thread(target=lambda: woken.append(flag.wait(60))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    assert not flag.is_set()
-    assert not flag.wait(MOMENT)
-    flag.set()
-    for thread in threads:
-        thread.join(30)
-    assert woken == [True] * 3
-    assert flag.is_set()
-    assert flag.wait(0)

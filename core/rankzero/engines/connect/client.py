@@ -30,7 +30,7 @@ dead server for ten minutes."""
 STAGE_RETRIES = 210
 """Retries once a stage was started: 7 minutes, as long as a server keeps a stage without its client."""
 
-_PACKAGES = ("pyspark", "grpc", "grpc_status", "google.rpc", "pandas", "pyarrow")
+_PACKAGES = ("pyspark", "grpc", "grpc_status", "pandas", "pyarrow")
 # The id of a session that the server has ended cannot be used again.
 _ENDED = ("SESSION_CLOSED", "SESSION_CHANGED")
 

@@ -101,8 +101,6 @@ def require_slots(job: Job, slots: int, where: str) -> None:
         raise InsufficientSlotsError(
             f"num_processes={job.world} needs {job.least_tasks} task slots at the same time, but {where} has "
             f"{slots}: lower num_processes, raise processes_per_task, or add executors",
-            needed=job.least_tasks,
-            available=slots,
         )
 
 

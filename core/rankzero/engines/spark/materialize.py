@@ -15,6 +15,7 @@ import hashlib
 import inspect
 import json
 import logging
+import queue
 import re
 import secrets
 import time
@@ -30,7 +31,7 @@ from rankzero.data.manifest import File, Manifest, encode_schema
 from rankzero.engines.spark import part as part_module
 from rankzero.engines.spark.stage import first_lines, reason, with_own_python
 from rankzero.errors import EngineError, InvalidJobError
-from rankzero.threads import Flag, in_thread
+from rankzero.threads import in_thread
 
 DATAFRAME_PROGRESS_INTERVAL = bounds.scaled(10.0)  # Between two lines about a DataFrame that Spark is computing
 
@@ -272,29 +273,41 @@ def action(
     Raises EngineError if Spark fails.
     """
     tag = f"rankzero-data-{secrets.token_hex(8)}"
-    done = Flag()
+    # No Event: an exception that a signal handler raises inside its wait() may leave its lock held.
+    done: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def act() -> Any:
         try:
             _tag(frame, tag)
             return run()
         finally:
-            done.set()
+            done.put(None)
+
+    def cancel() -> None:
+        # Repeated, because a single cancel would not reach a job that Spark has not started yet.
+        while not result.done():
+            with contextlib.suppress(Exception):
+                if context := context_of(frame):
+                    context.cancelJobGroup(tag)
+                else:
+                    frame.sparkSession.interruptTag(tag)
+            time.sleep(bounds.POLL_INTERVAL)
 
     result = in_thread(act, "rankzero-data")
     try:
         begun = time.monotonic()
         say_at = begun + DATAFRAME_PROGRESS_INTERVAL()
-        while not done.wait(bounds.POLL_INTERVAL):
+        while done.empty():
+            time.sleep(bounds.POLL_INTERVAL_SHORT)
             check()
             now = time.monotonic()
             if now >= say_at:
                 say_at = now + DATAFRAME_PROGRESS_INTERVAL()
                 say(f"Spark computes {where}: {_progress(frame)}, {now - begun:.0f} s")
     except BaseException:
-        # Repeated, because a single cancel would not reach a job that Spark has not started yet.
-        in_thread(lambda: _cancel_until(done, frame, tag), "rankzero-cancel")
-        done.wait(DATAFRAME_PROGRESS_INTERVAL())
+        in_thread(cancel, "rankzero-cancel")
+        with contextlib.suppress(queue.Empty):
+            done.get(timeout=DATAFRAME_PROGRESS_INTERVAL())
         raise
     if error := result.exception():
         text = str(error)
@@ -312,16 +325,6 @@ def _tag(frame: Any, tag: str) -> None:
         context.setJobGroup(tag, "rankzero: dataset", interruptOnCancel=True)
     else:
         frame.sparkSession.addTag(tag)
-
-
-def _cancel_until(done: Flag, frame: Any, tag: str) -> None:
-    while not done.is_set():
-        with contextlib.suppress(Exception):
-            if context := context_of(frame):
-                context.cancelJobGroup(tag)
-            else:
-                frame.sparkSession.interruptTag(tag)
-        done.wait(bounds.POLL_INTERVAL)
 
 
 def _progress(frame: Any) -> str:

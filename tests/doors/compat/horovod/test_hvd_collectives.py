@@ -33,9 +33,6 @@ def values() -> None:
             later = [hvd.allreduce_async_(torch.ones(count), op=hvd.Sum, name=f"inference.{i}") for i in range(2)]
             for total in hvd.synchronize(later):
                 check("inference mode", total, torch.full((count,), float(size)))
-    check("no columns", hvd.allgather(torch.ones(3, 0, 2)).shape, (3 * size, 0, 2))
-    check("fp16", hvd.allreduce(torch.full((3,), 1.5), compression=hvd.Compression.fp16), torch.full((3,), 1.5))
-    check("scalar", hvd.allreduce(torch.tensor(float(rank)), op=hvd.Sum), sum(map(float, range(size))))
     check("too large", hvd.allreduce(torch.tensor([3e38]), op=hvd.Product, postscale_factor=1e10), [float("inf")])
     assert hvd.grouped_allreduce([]) == hvd.grouped_allgather([]) == []
 
@@ -61,11 +58,6 @@ def values() -> None:
     # Messages of any length.
     assert hvd.broadcast_object("x" * 5000 if rank == 0 else None) == "x" * 5000
     assert hvd.allgather_object("x" * rank) == ["x" * other for other in range(size)]
-    names = [f"{index} {'x' * 100}" for index in range(30)]
-    assert [one.item() for one in hvd.synchronize([hvd.allreduce_async(torch.ones(1), name=n) for n in names])] == [
-        1
-    ] * 30
-    hvd.barrier()
 
 
 def gradients() -> None:
@@ -81,9 +73,8 @@ def gradients() -> None:
 
     start = sum(range(rank + 1))
     weights = torch.arange(1.0, rows + 1)[:, None]
-    for name in ("x", None):
-        found = gradient(torch.ones(rank + 1, 2), lambda x, name=name: hvd.allgather(x, name=name) * weights)
-        torch.testing.assert_close(found[:, 0], torch.arange(start + 1.0, start + rank + 2) * mean)
+    found = gradient(torch.ones(rank + 1, 2), lambda x: hvd.allgather(x) * weights)
+    torch.testing.assert_close(found[:, 0], torch.arange(start + 1.0, start + rank + 2) * mean)
     for op, factor in ((hvd.Sum, float(rows)), (hvd.Average, mean)):
         check(op, gradient(torch.ones(3), lambda x, op=op: hvd.allreduce(x, op=op)), torch.full((3,), factor))
         pair = torch.ones(3), torch.ones(2, requires_grad=True)
@@ -156,14 +147,12 @@ def shared() -> None:
             break
         except ValueError:
             time.sleep(0.001)
-    assert first.has_ended
     hvd.synchronize([first, second])
-    all_ranks = float(hvd.size())
     mean = torch.full((300,), 1.0 + 2 * hvd.rank())
     handle = hvd.allreduce_async_(mean, name="polled")
     while not hvd.poll(handle):
         time.sleep(0.001)
-    assert mean.unique().tolist() == [all_ranks]
+    assert mean.unique().tolist() == [float(hvd.size())]
 
 
 def run_all() -> None:

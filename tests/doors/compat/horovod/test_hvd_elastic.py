@@ -83,9 +83,7 @@ def test_a_sampler_shares_out_what_is_left() -> None:
     assert (sampler.remaining_indices, sampler.indices, len(sampler)) == ([2, 3, 4], [2, 3, 4], 3)
     sampler.set_epoch(1)
     assert list(sampler) == list(range(5))
-
-
-def test_a_sampler_with_a_position_is_refused_by_loaders_that_count_epochs() -> None:
+    # Loaders that count epochs refuse one.
     data = torch.utils.data.TensorDataset(torch.arange(5.0))
     loader = torch.utils.data.DataLoader(data, sampler=hvd.elastic.ElasticSampler(data))
     with pytest.raises(TypeError, match="ElasticSampler shares out the indices and keeps the position itself"):

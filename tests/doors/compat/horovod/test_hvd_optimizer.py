@@ -3,7 +3,6 @@
 import functools
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -218,19 +217,6 @@ def two_models_of_the_same_names() -> None:
         assert [model[0].weight.grad.unique().tolist() for model in models] == [[1.5], [15.0]]
 
 
-def backward_in_two_threads() -> None:
-    halves = [[torch.nn.Parameter(torch.zeros(100_000)) for _ in range(60)] for _ in range(2)]
-    parameters = [one for half in halves for one in half]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), None)
-    for _ in range(3):
-        optimizer.zero_grad()
-        with ThreadPoolExecutor(2) as threads:
-            losses = [sum((one * (hvd.rank() + 1)).sum() for one in half) for half in halves]
-            list(threads.map(torch.Tensor.backward, losses))
-        optimizer.step()
-        assert all(one.grad.unique().tolist() == [1.5] for one in parameters)
-
-
 def clipped_and_scaled() -> None:
     """Behind `synchronize`: an overflow on rank 1 skips the step of both."""
     for fused in (False, True):
@@ -310,7 +296,6 @@ def run_all() -> None:
     layouts_types_and_options()
     refused()
     two_models_of_the_same_names()
-    backward_in_two_threads()
     clipped_and_scaled()
     sparse_gradients()
     parameters_of_every_kind()
