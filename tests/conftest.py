@@ -19,7 +19,7 @@ from tests import spark_classes
 from rankzero import Launcher
 from rankzero.run.directory import RunDirectory
 from rankzero.submit import existing
-from rankzero.task import zygotes
+from rankzero.task import hold
 
 ROOT = Path(__file__).parents[1]
 
@@ -133,16 +133,15 @@ def processes_with(marker: str) -> list[int]:
 
 
 def is_idle_zygote(pid: int) -> bool:
-    """Returns True for a zygote that waits for its owner's next launch: it has the environment of an earlier one."""
+    """Returns True for a zygote that waits for its owner's next launch, and for the agent that it has forked for it."""
     command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    if (
-        len(command) < 5
-        or "rankzero.task.zygote" not in command[2]
-        or Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    ):
+    if len(command) < 5 or "rankzero.task.zygote" not in command[2]:
         return False
-    # Its forks show the same command.
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == command[4]
+    forks = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == command[4]:
+        return all(is_idle_zygote(int(fork)) for fork in forks)
+    # All forks show the command of the zygote. A rank has no socket there.
+    return not forks and os.readlink(f"/proc/{pid}/fd/0").startswith("socket:")
 
 
 def wait_until_gone(marker: str, timeout: float = ORPHAN_TIMEOUT) -> list[int]:
@@ -178,10 +177,10 @@ def describe(pid: int) -> str:
 @pytest.fixture
 def own_zygotes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lets each process start its own zygotes, as for users: for tests of what becomes of them."""
-    monkeypatch.delenv(zygotes.SHARED)
+    monkeypatch.delenv(hold.SHARED)
     yield
     # Their environment is that of the launch that started them.
-    idle, _ = zygotes._kept()
+    idle, _ = hold._kept()
     while idle:
         idle.pop().close(ORPHAN_TIMEOUT)
 

@@ -21,7 +21,7 @@ import pytest
 from tests.conftest import LOOK, ORPHAN_TIMEOUT, ROOT, describe, processes_with, wait_until_gone
 from tests.services import end_own_jvm
 
-from rankzero.task import scratch, zygotes
+from rankzero.task import hold
 
 MEMORY = Path("/dev/shm")
 """The file system in memory in which the suite keeps its files."""
@@ -36,7 +36,7 @@ SHARED = ("rankzero-gpus",)
 """Beginnings of the names of the temporary directories that stay for later runs."""
 
 ABANDONED = ("rankzero-agent-", "rankzero-driver-")
-"""Beginnings of the names of the temporary directories that the next run of the host removes."""
+"""Beginnings of the names of the temporary directories that stay after all processes of a host were killed."""
 
 _in_memory = pytest.StashKey[str]()
 _broker = pytest.StashKey["subprocess.Popen[bytes]"]()
@@ -47,9 +47,9 @@ _passed = pytest.StashKey[bool]()
 
 def start_broker() -> subprocess.Popen[bytes]:
     """Starts the process that forks zygotes for all processes of the suite, and ends with this one."""
-    os.environ[zygotes.SHARED] = os.path.join(tempfile.mkdtemp(prefix="rz-zygotes-", dir="/tmp"), "socket")
+    os.environ[hold.SHARED] = os.path.join(tempfile.mkdtemp(prefix="rz-zygotes-", dir="/tmp"), "socket")
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(os.environ[zygotes.SHARED])
+        listener.bind(os.environ[hold.SHARED])
         listener.listen(128)
         # Not in the group of this process, which a terminal may interrupt.
         command = [sys.executable, "-m", "tests.zygotes"]
@@ -108,10 +108,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     # Some objects own temporary directories.
     gc.collect()
-    # Tests kill processes, and the next run of the host removes what these left. No run is starting now.
-    scratch.ABANDONED_AFTER = 0.0
-    for prefix in ABANDONED:
-        scratch.remove_abandoned(tempfile.gettempdir(), prefix)
+    # Tests kill processes, which leave their directories.
+    for name in temporary_files() - session.config.stash[_before]:
+        if name.startswith(ABANDONED):
+            shutil.rmtree(os.path.join(tempfile.gettempdir(), name), ignore_errors=True)
     deadline = time.monotonic() + ORPHAN_TIMEOUT
     # Tests kill executors' JVMs, which leave an empty directory each.
     for name in temporary_files() - session.config.stash[_before]:
@@ -132,11 +132,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         files = [str(path) for path in Path(tempfile.gettempdir(), name).rglob("*")]
         print(f"LEFT {tempfile.gettempdir()}/{name}: {files[:5]}")
     if broker := config.stash.get(_broker, None):
-        count = len(os.listdir(os.path.dirname(os.environ[zygotes.SHARED]))) - 1
+        count = len(os.listdir(os.path.dirname(os.environ[hold.SHARED]))) - 1
         print(f"the suite's zygotes were forked from {count} processes that imported torch", flush=True)
         broker.kill()
         broker.wait()
-        shutil.rmtree(os.path.dirname(os.environ[zygotes.SHARED]), ignore_errors=True)
+        shutil.rmtree(os.path.dirname(os.environ[hold.SHARED]), ignore_errors=True)
     if (place := config.stash.get(_in_memory, None)) and config.stash.get(_passed, False):
         shutil.rmtree(place, ignore_errors=True)
 

@@ -106,7 +106,7 @@ def template() -> None:
     zygote.load_rest()
     zygote.gather_memory()
     del os.environ["ROOM"]
-    set_environment = forks._set_environment
+    set_environment = forks.set_environment
     for name, value in os.environ.items():
         # The C library then keeps it elsewhere.
         os.environ[name] = value
@@ -118,12 +118,19 @@ def template() -> None:
         text = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
         ctypes.memmove(start, text[: end - start - 1].ljust(end - start, b"\0"), end - start)
 
-    forks._set_environment = show  # type: ignore[assignment]
+    forks.set_environment = show  # type: ignore[assignment]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while descriptors := socket.recv_fds(channel, 1, 1)[1]:
-        with socket.socket(fileno=descriptors[0]) as connection:
-            os.chdir(f"/proc/{zygote.peer_of(connection)}/cwd")
-            zygote.fork_zygote(connection)
+        with socket.socket(fileno=descriptors[0]) as connection, open(os.devnull) as nothing:
+            owner, *_ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            os.chdir(f"/proc/{owner}/cwd")
+
+            def run(connection: socket.socket = connection, owner: int = owner) -> None:
+                processes.become_subreaper()
+                zygote.Zygote(connection, owner, prepares=False).run()
+
+            stdio, keep = (nothing.fileno(), 1, 2), [connection.fileno()]
+            forks.fork(run, env=os.environ, stdio=stdio, keep=keep, on_parent_death=signal.SIGCONT)
     os._exit(0)
 
 

@@ -40,7 +40,7 @@ from rankzero import (
 )
 from rankzero.engines.base import Engine
 from rankzero.run.status import RunStatus
-from rankzero.task.zygotes import SHARED
+from rankzero.task.hold import SHARED
 
 WAIT = 120.0
 """For what is not measured: a start, a JVM, an end without a fault."""

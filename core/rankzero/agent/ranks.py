@@ -183,10 +183,17 @@ class Rank:
 
     def _read_output(self) -> int:
         """Forwards the output of one read of the worker's pipe; returns its size."""
-        data = _read(self._pipe)
-        if data is not None:
-            self.output.feed(data, final=not data)
-        return len(data or b"")
+        try:
+            data = self._pipe.read(READ_SIZE)
+        except (OSError, ValueError):
+            data = b""
+        if data is None:
+            return 0
+        if not data and not self._pipe.closed:
+            asyncio.get_running_loop().remove_reader(self._pipe)
+            self._pipe.close()
+        self.output.feed(data, final=not data)
+        return len(data)
 
     def drain(self) -> list[str]:
         """Forwards what the worker has printed and reported until now; returns its last lines, oldest first."""
@@ -195,18 +202,6 @@ class Rank:
                 break
         self.send_reports()
         return self.output.tail
-
-
-def _read(source: IO[bytes]) -> bytes | None:
-    """Reads once from a pipe: None if no data is available, empty bytes at the end of file."""
-    try:
-        data = source.read(READ_SIZE)
-    except (OSError, ValueError):
-        data = b""
-    if data == b"" and not source.closed:
-        asyncio.get_running_loop().remove_reader(source)
-        source.close()
-    return data
 
 
 def _start_worker(config: dict[str, Any], stdio: tuple[int, int, int], descriptors: tuple[int, int]) -> int:
@@ -242,9 +237,6 @@ def _start_worker(config: dict[str, Any], stdio: tuple[int, int, int], descripto
 def environment(config: dict[str, Any]) -> dict[str, str]:
     """Returns the environment that a worker starts with; the rank's own variables come with ``start``."""
     env = dict(os.environ)
-    if config["temporary"]:
-        # The agent deletes it, with what a killed rank left there.
-        env["TMPDIR"] = config["temporary"]
     env.update(config["env"])
     # torchrun sets it too, unless the user did.
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")

@@ -12,8 +12,6 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
-import fcntl
-import json
 import os
 import shutil
 import signal
@@ -33,7 +31,7 @@ from rankzero.channel.connection import Connection
 from rankzero.channel.messages import Message, MessageError
 from rankzero.errors import LOST, PREEMPTED, RankZeroError
 from rankzero.host import network, processes
-from rankzero.host.processes import allow_open_files, settle_signals, watcher_of
+from rankzero.host.processes import allow_open_files, pidfd_of, readable, settle_signals
 from rankzero.host.usage import UsageSampler
 from rankzero.threads import ActionThread, reply_of
 from rankzero.worker.call import cut_off_message
@@ -57,13 +55,9 @@ class Agent:
         self._config = config
         self._scratch: str = config["scratch"]
         processes.become_subreaper()
-        # The task process may be killed first; then only this lock shows that the directory is in use.
-        self._lock = os.open(self._scratch, os.O_RDONLY)
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         self._ranks = [Rank(local_rank, config) for local_rank in range(config["workers"])]
         self._connection: Connection | None = None
-        self._caller_lives = watcher_of(config.get("caller"))
+        self._caller = pidfd_of(config["caller"]) if config.get("caller") else None
         self._inputs: Inputs | None = None
         self._reader = ActionThread("rankzero-inputs")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -73,7 +67,6 @@ class Agent:
         self._complete = asyncio.Event()
         self._stop_by = float("inf")
         self._kill: asyncio.TimerHandle | None = None
-        self._patience: asyncio.Timeout | None = None
         self.lost: str | None = None
         self.has_failed = False
 
@@ -148,7 +141,8 @@ class Agent:
     async def _driver_lives(self) -> bool:
         """Returns True while a silent driver lives and has the run: it may have been stopped, and another submitted."""
         inputs = self._inputs
-        return self._caller_lives() and (inputs is None or not await reply_of(self._reader.submit(inputs.is_ended)))
+        lives = self._caller is not None and not readable([self._caller], 0)
+        return lives and (inputs is None or not await reply_of(self._reader.submit(inputs.is_ended)))
 
     def _on_message(self, message: Message) -> None:
         match message:
@@ -254,11 +248,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         what = "it got SIGTERM: the cluster takes the place back"
         loop.add_signal_handler(signal.SIGTERM, lambda: self._leave(what, PREEMPTED))
-        watched = [sys.stdin.fileno()]
-        if "zygote" in self._config:
-            # A child that the holder has forked may keep the zygote's standard input open, or the zygote may hang.
-            watched += [self._config["owner"], os.pidfd_open(self._config["zygote"])]
-        for descriptor in watched:
+        for descriptor in (sys.stdin.fileno(), *self._config["watched"]):
             # At its end of file: nothing is sent.
             loop.add_reader(descriptor, self._orphan, descriptor)
 
@@ -298,7 +288,6 @@ class Agent:
         self._stop_by = min(self._stop_by, time.monotonic() + (self._config["grace"] if grace is None else grace))
         was_ending, self._is_ending, self._is_early = self._is_ending, True, True
         self._kill_at(self._stop_by)
-        self._hurry()
         for rank in self._ranks if not was_ending else ():
             rank.kill(signal.SIGTERM)
         self._collect()
@@ -334,8 +323,9 @@ class Agent:
             rank.drain()
         if not self.lost:
             with contextlib.suppress(OSError):
-                async with asyncio.timeout(LAST_LINES_TIMEOUT()) as self._patience:
-                    self._hurry()
+                # A run that was stopped has no time for all of them.
+                timeout = STOPPED_LINES_TIMEOUT() if self._is_early else LAST_LINES_TIMEOUT()
+                async with asyncio.timeout(timeout):
                     for rank in self._ranks:
                         await rank.output.send_waiting()
                     self._say_bye()
@@ -350,24 +340,12 @@ class Agent:
             rank.output.finish()
         self._send(messages.Bye())
 
-    def _hurry(self) -> None:
-        """Limits the delivery of lines after a stop."""
-        if self._patience and self._is_early:
-            with contextlib.suppress(RuntimeError):
-                # It may be over.
-                self._patience.reschedule(time.monotonic() + STOPPED_LINES_TIMEOUT())
-
-
-def main() -> None:
-    """Entry point of an agent without a zygote; its configuration is one line of JSON on standard input."""
-    if not (line := sys.stdin.readline()):
-        sys.exit("the process that started this agent died before it sent the configuration")
-    run(json.loads(line))
-
 
 def run(config: dict[str, Any]) -> None:
     """Runs an agent in this process, whose standard input ends when the process that holds it lets go of it."""
     settle_signals()
+    # The zygote, and the agent until now, have ignored it by a handler, which ranks must not inherit.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     allow_open_files()
     os.environ.update(bounds.environment(config["env"]))
     agent = Agent(config)

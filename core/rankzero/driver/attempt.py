@@ -18,6 +18,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import functools
+import hashlib
 import logging
 import socket
 import time
@@ -114,9 +115,11 @@ class Attempt:
             # In a thread: it runs a command.
             self._identity = await reply_of(in_thread(make_identity, "rankzero-openssl"))
             logger.info("the connections of attempt %s are encrypted", self._number)
+        # In the names of its directories on each host.
+        self._tag = hashlib.sha256(f"{socket.gethostname()} {run.own.run.directory}".encode()).hexdigest()[:8]
         directory = run.own.path("result")
         if run.own.is_remote:
-            directory = self._files.enter_context(scratch_directory())
+            directory = self._files.enter_context(scratch_directory(self._tag))
         self._facts, kept = Facts(job.num_processes, run.own.run.directory), CheckpointConfig(**job.checkpoints)
         self._storage = Storage(run.own, self._number, kept, self._facts, directory, run.watch.wake)
         tls = self._identity[1] if self._identity else None
@@ -140,6 +143,7 @@ class Attempt:
             **policy.agent_config(job, self._number, self._run.env, self._deadline - time.monotonic()),
             "driver": [hosts, port],
             "secret": self._secret,
+            "run": self._tag,
             # A driver in a thread stops whenever its caller does: in a call of native code, by Ctrl-Z, in a debugger.
             "caller": this_process() if self._run.recorder.status.driver_thread else None,
             "certificate": base64.b64encode(self._identity[0]).decode() if self._identity else None,

@@ -288,7 +288,7 @@ def main_in_stage() -> None:
 
     settle_signals()
     # A stopped process does not read the end of its standard input.
-    processes.signal_on_parent_death(signal.SIGKILL)
+    processes.end_with_parent(os.getppid())
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     stage = json.loads(sys.stdin.buffer.readline())
 

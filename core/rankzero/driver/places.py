@@ -66,7 +66,6 @@ class Places:
             return self.session
 
         def open_it() -> EngineSession:
-            self._engine.start_ahead(self._own.job, self._env)
             session = self._engine.open(self._own.job)
             # A missing link must not fail a run.
             with contextlib.suppress(Exception):

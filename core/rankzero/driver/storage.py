@@ -25,7 +25,7 @@ from rankzero.job import CheckpointConfig
 from rankzero.run import checkpoints
 from rankzero.run.checkpoints import FOLDER, MANIFEST, Manifest
 from rankzero.run.directory import Submission
-from rankzero.task.scratch import lock_directory, make_scratch, scratch_root
+from rankzero.task.hold import make_directory
 from rankzero.threads import ActionThread
 from rankzero.values.ref import ResultRef
 
@@ -361,15 +361,13 @@ def _not_stored(error: str) -> ResultError:
 
 
 @contextlib.contextmanager
-def scratch_directory() -> Iterator[str]:
-    """Makes a temporary directory, locked while its process lives; making one removes those of killed drivers."""
-    path = make_scratch(scratch_root(), "rankzero-driver-")
-    lock = lock_directory(path)
+def scratch_directory(run: str) -> Iterator[str]:
+    """Makes a temporary directory for the driver of a run, and removes it with all that is in it."""
+    path = make_directory(f"rankzero-driver-{run}")
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
 
 
 def files_of(checkpoint: Manifest | None) -> dict[str, str]:

@@ -77,9 +77,6 @@ class Engine(abc.ABC):
         """Returns the ranks for ``num_processes="auto"``, one for each slot; None if the number of slots is unknown."""
         return None
 
-    def start_ahead(self, job: Job, env: Mapping[str, str]) -> None:  # noqa: B027
-        """Starts work that need not wait for `open`, such as loading torch for ranks with this environment."""
-
     @abc.abstractmethod
     def open(self, job: Job) -> EngineSession:
         """Connects to the engine and checks the job against it. Raises EngineError."""

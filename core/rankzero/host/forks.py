@@ -31,7 +31,6 @@ from rankzero import bounds
 from rankzero.host.processes import SIGNALS, end_with_parent, settle_signals
 
 FORK_TIMEOUT = bounds.scaled(30.0)  # For which a fork waits for imports and requests to a store of rankzero's threads
-_HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 
 
 def fork(
@@ -74,12 +73,8 @@ def fork(
         os.setsid()
         _take_descriptors(stdio, keep)
         end_with_parent(parent, on_parent_death)
-        signal.set_wakeup_fd(-1)
-        for number in _HANDLED_SIGNALS:
-            if callable(signal.getsignal(number)):
-                signal.signal(number, signal.SIG_DFL)
         settle_signals()
-        _set_environment(env)
+        set_environment(env)
         main()
         code = 0
     except BaseException as error:
@@ -111,15 +106,15 @@ def _take_descriptors(stdio: tuple[int, int, int], keep: Sequence[int]) -> None:
     for target, source in enumerate(stdio):
         os.dup2(source, target)
     kept = {0, 1, 2, *keep}
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir("/dev/fd"):
         if int(name) not in kept:
             # The listing's own descriptor is closed already.
             with contextlib.suppress(OSError):
                 os.close(int(name))
 
 
-def _set_environment(env: Mapping[str, str]) -> None:
-    """Sets only the variables that differ, since every page that a fork writes to is copied."""
+def set_environment(env: Mapping[str, str]) -> None:
+    """Makes ``env`` the environment, by the variables that differ: every page that a fork writes to is copied."""
     for name in os.environ.keys() - env.keys():
         del os.environ[name]
     for name, value in env.items():
@@ -159,9 +154,9 @@ _GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/dxg", "/dev/accel"
 
 def touches_gpu() -> bool:
     """Returns True if this process has opened a GPU, which its forks then cannot use."""
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith(_GPU_DEVICES):
+            if os.readlink(f"/dev/fd/{name}").startswith(_GPU_DEVICES):
                 return True
     return False
 

@@ -16,7 +16,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import IO, Any, TypeVar
 
 from rankzero import bounds
@@ -85,20 +85,17 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+@functools.cache
 def process_namespace() -> str:
     """Returns the scope in which a process id is valid and no network can be cut; else the name of the host.
 
     On Linux these are the boot, the process namespace and the network namespace.
     """
     with contextlib.suppress(OSError):
-        return f"{_boot()} {os.readlink('/proc/self/ns/pid')} {os.readlink('/proc/self/ns/net')}"
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.readlink('/proc/self/ns/net')}"
     return socket.gethostname()
-
-
-@functools.cache
-def _boot() -> str:
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
 
 
 def this_process() -> dict[str, Any]:
@@ -109,15 +106,6 @@ def this_process() -> dict[str, Any]:
 def describe_process(pid: int) -> dict[str, Any]:
     """Returns the facts about a living process of this machine by which `is_gone` recognizes it."""
     return {"pid": pid, "start": process_start(pid), "namespace": process_namespace()}
-
-
-def watcher_of(caller: dict[str, Any] | None) -> Callable[[], bool]:
-    """Returns a function that queries the kernel whether the caller is alive, in whose thread the driver runs.
-
-    The function always returns False where the kernel cannot tell, or if the caller is in another network namespace.
-    """
-    pidfd = pidfd_of(caller) if caller else None
-    return lambda: pidfd is not None and not readable([pidfd], 0)
 
 
 def readable(descriptors: Iterable[int], timeout: float | None) -> list[int]:
@@ -190,25 +178,15 @@ def caught_signals(pid: int) -> frozenset[int] | None:
 
 
 def _prctl(option: int, value: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):
-        _libc().prctl(option, value, 0, 0, 0)
-
-
-@functools.cache
-def _libc() -> Any:
     import ctypes
 
-    return ctypes.CDLL(None)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def become_subreaper() -> None:
     """Makes the kernel re-parent orphaned descendants to this process. Linux; elsewhere a no-op."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def signal_on_parent_death(number: signal.Signals) -> None:
-    """Makes the kernel send a signal to this process when its parent dies. Linux; elsewhere a no-op."""
-    _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
@@ -218,7 +196,7 @@ def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
         parent: The expected process id of the parent.
         number: The signal. SIGCONT wakes a stopped process that watches its parent.
     """
-    signal_on_parent_death(number)
+    _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 

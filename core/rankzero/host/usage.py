@@ -28,13 +28,10 @@ def available_cores() -> int:
 
 
 def _quota() -> int | None:
-    """Returns the cores of this container's quota, from control groups of version 2, else version 1."""
+    """Returns the cores of this container's quota, from control groups of version 2."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = map(int, _read(f"{GROUPS}/cpu.max").split())
         return math.ceil(quota / period)
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = (int(_read(f"{GROUPS}/cpu/cpu.cfs_{name}_us")) for name in ("quota", "period"))
-        return math.ceil(quota / period) if quota > 0 else None
     return None
 
 
@@ -46,25 +43,22 @@ class UsageSampler:
         self.next_at = now + USAGE_FIRST_SAMPLE
         """Monotonic time of the next sample."""
         self._gpus = _management_library() if use_gpu else None
-        self._busy, self._moved = _busy_seconds(), _network_bytes()
+        self._busy = _busy_seconds()
 
     def sample(self, now: float) -> dict[str, Any]:
         """Samples this host now.
 
         Returns:
             ``time`` (Unix), ``cpu`` (busy cores since the last sample), ``cores``, ``memory`` and ``memory_total``
-            (bytes), ``received`` and ``sent`` (bytes a second), ``gpus``: for each GPU ``use`` (0 to 1), ``memory`` and
-            ``memory_total`` (bytes), or None if it failed.
+            (bytes), ``gpus``: for each GPU ``use`` (0 to 1), ``memory`` and ``memory_total``, or None if it failed.
         """
         seconds, self._sampled = max(1e-3, now - self._sampled), now
         self.next_at = now + min(USAGE_INTERVAL_MAX, max(USAGE_INTERVAL_MIN, (now - self._began) / _SHARE))
         sample: dict[str, Any] = {"time": time.time(), "cores": os.cpu_count() or 1}
-        busy, moved = _busy_seconds(), _network_bytes()
+        busy = _busy_seconds()
         if busy is not None and self._busy is not None:
             sample["cpu"] = round(max(0.0, busy - self._busy) / seconds, 3)
-        for name, count in moved.items():
-            sample[name] = round(max(0, count - self._moved.get(name, count)) / seconds)
-        self._busy, self._moved = busy, moved
+        self._busy = busy
         if memory := _memory():
             sample |= {"memory": memory[0], "memory_total": memory[1]}
         if self._gpus:
@@ -78,17 +72,6 @@ def _busy_seconds() -> float | None:
         user, nice, system, _, _, irq, softirq, *_ = map(int, _read("/proc/stat").splitlines()[0].split()[1:])
         return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
     return None
-
-
-def _network_bytes() -> dict[str, int]:
-    """Returns the bytes ``received`` and ``sent`` since the boot by all interfaces except loopback."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        lines = [line.replace(":", " ").split() for line in _read("/proc/net/dev").splitlines()[2:]]
-        return {
-            name: sum(int(words[field]) for words in lines if words[0] != "lo")
-            for name, field in (("received", 1), ("sent", 9))
-        }
-    return {}
 
 
 def _memory() -> tuple[int, int] | None:

@@ -280,7 +280,6 @@
       const draw = (title, format, ...names) => { if (names.some((name) => host.columns[name])) chart(grid, `${host.host}: ${title}`, lines(...names), format, seconds, seconds, true); };
       draw(`busy cores of ${host.cores}`, number, "cpu");
       draw(`memory of ${bytes(host.memory_total || 0)}`, bytes, "memory");
-      draw("network, received and sent a second", bytes, "received", "sent");
       const gpus = Object.keys(host.columns).filter((name) => name.startsWith("gpu "));
       draw("use of each GPU", number, ...gpus.filter((name) => name.endsWith("use")));
       draw(`memory of each GPU, of ${bytes(host.gpu_memory_total || 0)}`, bytes, ...gpus.filter((name) => name.endsWith("memory")));

@@ -34,7 +34,7 @@ REPORTS = "reports"  # The unit of a run whose reports count nothing
 # Names in a row of reports that are counts or times and no results.
 _COUNTED = frozenset({"report", *UNSHOWN, *PROGRESS, *TOTALS})
 _MARKS = ("checkpoint", "failure", "restart", "waiting", "world", "bad-host", "engine", "state")
-_USAGE = ("cpu", "memory", "received", "sent")
+_USAGE = ("cpu", "memory")
 
 Point = tuple[float, float, float]  # Unix time, step, value; a value that is not finite is a gap of the curve
 

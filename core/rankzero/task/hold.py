@@ -1,20 +1,53 @@
-"""Starts an agent and waits for it. The agent ends when this process dies.
+"""Holds an agent: starts it as a fork of a zygote, waits for its end, and keeps the zygote for later launches.
 
-Runs in Spark's Python worker or in the driver, where rankzero may not be importable: this module is pickled by value,
-and uses the standard library only.
+A zygote (`rankzero.task.zygote`) belongs to the process that holds its agents, by a pair of sockets. That is Spark's
+Python worker, or the driver. rankzero may not be importable there: this module is pickled by value, and uses the
+standard library only.
 """
 
 from __future__ import annotations
 
+import contextlib
+import glob
+import hashlib
+import json
 import os
+import re
+import secrets
+import select
 import shutil
-from collections.abc import Callable
-from typing import Any
-
-from rankzero.task.scratch import lock_directory, make_scratch, make_temporary, scratch_root
-from rankzero.task.zygotes import printed, start
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from typing import IO, Any
 
 AGREED = "agreed"  # File in an agent's directory from when the driver has asked it to end
+
+START_TIMEOUT = 120.0  # Seconds for an agent without torch to start, whose interpreter may lie on a slow disk
+END_TIMEOUT = 3.0  # Seconds for a zygote to end with its agent
+
+PREFIX = "rankzero-agent-"
+
+PER_RUN = re.compile("RANKZERO_(RUN_ID|SCRATCH)|_?AIRFLOW_CTX_.*|DAGSTER_(RUN|PIPES)_.*|PYTEST_CURRENT_TEST")
+"""Variables that differ between launches, and that no library reads while it is imported: all others make another
+zygote."""
+
+SHARED = "RANKZERO_ZYGOTE"
+"""Environment variable with the path of a Unix socket, behind which a process forks a zygote for each connection. The
+test suite sets it, whose thousands of processes would import torch otherwise."""
+
+_KEPT = "_rankzero_zygotes"  # Attribute of `sys`, since a Python worker of Spark unpickles this module for each task
+_TAIL = 4096  # Bytes of what was printed last that an error shows
+
+BOOTSTRAP = (
+    "import sys; sys.path[:1] = [sys.argv.pop(1)]; import rankzero, cloudpickle; sys.path.append(sys.path.pop(0)); "
+    "from rankzero.{} import {} as main; main()"
+)
+"""The program of a process that calls a function of rankzero, from the path that is its first argument."""
 
 
 def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) -> None:
@@ -29,14 +62,12 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
     Raises:
         RuntimeError: the agent crashed; the message has the end of its output.
     """
-    scratch = make_scratch(scratch_root())
-    temporary = make_temporary(scratch)
-    lock = lock_directory(scratch)
+    scratch = make_directory(f"{PREFIX}{config['run']}-{config['task']}")
     # Kept open: an agent removes its directory when it ends, and the log is read after that.
     log = open(os.path.join(scratch, "agent.log"), "w+b")
-    config = {**config, "env": with_defaults(config), "scratch": scratch, "temporary": temporary}
+    config = {**config, "env": _with_defaults(config), "scratch": scratch}
     try:
-        zygote = start(config, log)
+        zygote = _start(config, log)
         try:
             if on_start:
                 on_start(zygote.agent)
@@ -47,14 +78,13 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
         # An agent that the driver has asked to end after a success must not fail its task: others still exit.
         if code != 0 and not os.path.exists(os.path.join(scratch, AGREED)):
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            raise RuntimeError(f"rankzero agent of task {config['task']} ended by {how}{printed(log)}")
+            raise RuntimeError(f"rankzero agent of task {config['task']} ended by {how}{_printed(log)}")
     finally:
         log.close()
         shutil.rmtree(scratch, ignore_errors=True)
-        os.close(lock)
 
 
-def with_defaults(config: dict[str, Any]) -> dict[str, str]:
+def _with_defaults(config: dict[str, Any]) -> dict[str, str]:
     """Returns the user's variables and rankzero's defaults for those that neither the user nor this host sets."""
     cores = config["cores"] or os.cpu_count() or 1
     # Forks of a zygote share its hash seed. With one seed everywhere, sets of texts have one order on all ranks.
@@ -64,3 +94,206 @@ def with_defaults(config: dict[str, Any]) -> dict[str, str]:
         "OMP_NUM_THREADS": str(max(1, cores // config["workers"])),
     }
     return {**{name: value for name, value in defaults.items() if name not in os.environ}, **config["env"]}
+
+
+def make_directory(name: str) -> str:
+    """Creates a temporary directory, and removes those of this name, which killed processes have left.
+
+    It is in ``TMPDIR``, else in Spark's local directory with most free space, else in ``/tmp``.
+    """
+    places = [] if os.environ.get("TMPDIR") else os.environ.get("SPARK_LOCAL_DIRS", "").split(",")
+    places = [place for place in places if os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)]
+    root = max(places, key=lambda place: shutil.disk_usage(place).free) if places else tempfile.gettempdir()
+    for left in glob.glob(f"{glob.escape(os.path.join(root, name))}.*"):
+        shutil.rmtree(left, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f"{name}.", dir=root)
+
+
+class Agent:
+    """An agent that a zygote runs."""
+
+    def __init__(self, pid: int, zygote: subprocess.Popen[bytes] | None) -> None:
+        self._pid, self._zygote, self._pidfd = pid, zygote, -1
+        self.has_ended = False
+        # It may have ended already; and some systems have none.
+        with contextlib.suppress(OSError, AttributeError):
+            self._pidfd = os.pidfd_open(pid)
+            weakref.finalize(self, os.close, self._pidfd)
+
+    def kill(self) -> None:
+        """Kills the agent, unless it has ended, from any thread; its zygote, which may be stopped, ends the rest."""
+        with contextlib.suppress(OSError):
+            if self._pidfd >= 0:
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            elif not self.has_ended:
+                os.kill(self._pid, signal.SIGKILL)
+        if self._zygote:
+            self._zygote.send_signal(signal.SIGCONT)
+
+
+class Zygote:
+    """The owner's end of a zygote, and the agent that it runs."""
+
+    def __init__(
+        self, channel: socket.socket, code: str, process: subprocess.Popen[bytes] | None = None, directory: str = ""
+    ) -> None:
+        """Takes the socket to a process whose agents import rankzero from the path ``code``."""
+        self._channel, self._replies, self._code = channel, channel.makefile("rb", 0), code
+        self._process, self._directory = process, directory
+        self.agent: Agent | None = None
+        """The agent, until it has ended."""
+        self.key, self.most = "", 0
+
+    def launch(self, settings: dict[str, Any], timeout: float) -> bool:
+        """Makes the zygote fork an agent; returns False if it does not within ``timeout`` seconds."""
+        with contextlib.suppress(OSError):
+            self._channel.settimeout(timeout)
+            self._channel.sendall(json.dumps({**settings, "code_path": self._code}).encode() + b"\n")
+            self._channel.settimeout(None)
+            if reply := self._reply(timeout):
+                self.agent = Agent(reply["pid"], self._process)
+        return self.agent is not None
+
+    def _reply(self, timeout: float | None) -> dict[str, int] | None:
+        """Returns the next message; None if the zygote and its agent have exited, or in time none has come."""
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN)
+        with contextlib.suppress(OSError):
+            if poll.poll(timeout and timeout * 1000) and (line := self._replies.readline()).endswith(b"\n"):
+                message: dict[str, int] = json.loads(line)
+                return message
+        return None
+
+    def wait(self) -> int:
+        """Waits for the agent and all that it has started; returns its exit code, negative for a signal."""
+        reply = self._reply(None)
+        if self.agent:
+            self.agent.has_ended, self.agent = True, None
+        # Without a reply the zygote was killed, and the agent has ended after it.
+        code = -signal.SIGKILL if reply is None else reply["status"]
+        if code:
+            # The zygote ends, too.
+            self.most = 0
+        return code
+
+    def release(self) -> None:
+        """Keeps the zygote for later launches; ends one that is not kept, or whose agent still runs."""
+        if self.agent or not self.most:
+            self.close(END_TIMEOUT)
+            return
+        idle, _ = _kept()
+        idle.append(self)
+        while len(idle) > self.most:
+            # It may be importing something, and has no descendants.
+            idle.pop(0).close(0.0)
+
+    def close(self, timeout: float) -> None:
+        """Ends the zygote; its agent gets this time to end, and then the zygote to end what a killed agent leaves."""
+        # Not only closed: a child that this process has forked may have a copy of it.
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_WR)
+        if self._process:
+            self._process.send_signal(signal.SIGCONT)
+        for _ in range(2):
+            while self._reply(timeout) is not None:
+                self.agent = None
+            if self.agent:
+                self.agent.kill()
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+        self._replies.close()
+        self._channel.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _start(config: dict[str, Any], log: IO[bytes]) -> Zygote:
+    """Starts an agent as a fork of an idle zygote, else of a new one. Raises RuntimeError if none can be started.
+
+    Args:
+        config: The agent's configuration, with ``zygotes``, the most idle ones that this process keeps.
+        log: A file in its directory for what it prints.
+    """
+    settings = {name: value for name, value in config.items() if name != "code_zip"}
+    settings |= {"log": log.name, "environ": {**os.environ, "RANKZERO_SCRATCH": config["scratch"]}, "notes": []}
+    # Elsewhere a process that has torch loaded cannot be forked.
+    if config["preload_timeout"] and sys.platform == "linux" and (zygote := _start_warm(config, settings, log)):
+        return zygote
+    zygote = _start_zygote(config, log, is_warm=False)
+    if not zygote.launch(settings, START_TIMEOUT):
+        zygote.close(0.0)
+        raise RuntimeError(f"rankzero agent of task {config['task']} did not start{_printed(log)}")
+    return zygote
+
+
+def _start_warm(config: dict[str, Any], settings: dict[str, Any], log: IO[bytes]) -> Zygote | None:
+    """Returns a zygote that has torch loaded and runs the agent; None leaves the reason in the agent's notes."""
+    # All that the state of a zygote depends on: launches with one key can share it.
+    env = {name: value for name, value in {**os.environ, **config["env"]}.items() if not PER_RUN.fullmatch(name)}
+    with open("/proc/self/status") as file:
+        inherited = [line for line in file if line.startswith(("Umask:", "Cpus_allowed:"))]
+    code = config["code_path"] or hashlib.sha256(config["code_zip"]).hexdigest()
+    key = json.dumps([sys.executable, code, os.readlink("/proc/self/cwd"), inherited, env], sort_keys=True)
+    for zygote in _candidates(config, key, log):
+        if zygote.launch(settings, config["preload_timeout"]):
+            zygote.key, zygote.most = key, config.get("zygotes", 1)
+            return zygote
+        zygote.close(0.0)
+    if key not in (cold := _kept()[1]):
+        cold.append(key)
+        why = _printed(log) or f": that took more than {config['preload_timeout']:g} s"
+        settings["notes"] = [f"rankzero: torch could not be loaded ahead, so each rank of this process imports it{why}"]
+    return None
+
+
+def _candidates(config: dict[str, Any], key: str, log: IO[bytes]) -> Iterator[Zygote]:
+    """Yields an idle zygote, one that the suite forks, and a new one, unless torch could not be loaded ahead before."""
+    idle, cold = _kept()
+    for zygote in [zygote for zygote in idle if zygote.key == key]:
+        try:
+            idle.remove(zygote)
+        except ValueError:
+            # Another thread has taken it.
+            continue
+        yield zygote
+    if key in cold:
+        return
+    if address := os.environ.get(SHARED):
+        channel = socket.socket(socket.AF_UNIX)
+        # Such a process may have ended.
+        with contextlib.suppress(OSError):
+            channel.connect(address)
+        yield Zygote(channel, config["code_path"] or "")
+    yield _start_zygote(config, log, is_warm=True)
+
+
+def _start_zygote(config: dict[str, Any], log: IO[bytes], *, is_warm: bool) -> Zygote:
+    """Starts a process that can be sent a configuration immediately; ``log`` receives what it prints."""
+    directory, code = "", config["code_path"]
+    if not code:
+        directory = make_directory(f"{PREFIX}{secrets.token_hex(4)}")
+        code = os.path.join(directory, "rankzero.zip")
+        with open(code, "wb") as file:
+            file.write(config["code_zip"])
+    # A check for GPUs that a library makes while it is imported must not open one.
+    env = {**os.environ, **config["env"], "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    kind = "warm" if is_warm else "cold"
+    command = [sys.executable, "-c", BOOTSTRAP.format("task.zygote", "main"), code, str(os.getpid()), kind, directory]
+    ours, theirs = socket.socketpair()
+    with theirs:
+        stdin = theirs.fileno()
+        process = subprocess.Popen(command, stdin=stdin, stdout=log, stderr=log, start_new_session=True, env=env)
+    return Zygote(ours, code, process, directory)
+
+
+def _kept() -> tuple[list[Zygote], list[object]]:
+    """Returns this process's idle zygotes, and the keys for which torch could not be loaded ahead."""
+    # A forked child must not use those of its parent.
+    idle, cold = vars(sys).setdefault(_KEPT, {}).setdefault(os.getpid(), ([], []))
+    return idle, cold
+
+
+def _printed(log: IO[bytes]) -> str:
+    """Returns the end of what was printed into a log, for an error's message."""
+    text = os.pread(log.fileno(), _TAIL, max(0, os.fstat(log.fileno()).st_size - _TAIL)).decode(errors="replace")
+    return f": {text.strip()}" if text.strip() else ""

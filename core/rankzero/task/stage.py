@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -19,9 +20,7 @@ import time
 from typing import Any
 
 from rankzero.bounds import POLL_INTERVAL_LONG, POLL_INTERVAL_LONGEST
-from rankzero.task.hold import hold
-from rankzero.task.scratch import lock_directory, make_scratch, scratch_root
-from rankzero.task.zygotes import BOOTSTRAP
+from rankzero.task.hold import BOOTSTRAP, PREFIX, hold, make_directory
 
 # Prefixes of files, before the number of the attempt (and the task):
 ATTEMPT = "attempt-"  # The driver's, with the configuration of the agents
@@ -47,8 +46,7 @@ def run_task(config: dict[str, Any]) -> None:
     try:
         while (found := _next_attempt(stage["folder"], attempt, driver)) is not None:
             attempt = found
-            error = _run_agent(config, stage, attempt, driver)
-            put(stage["folder"], f"{ENDED}{attempt}-{task}", error)
+            put(stage["folder"], f"{ENDED}{attempt}-{task}", _run_agent(config, stage, attempt, driver))
     finally:
         if driver:
             driver.kill()
@@ -70,18 +68,13 @@ def put(folder: str, name: str, text: str) -> None:
 
 
 def _start_driver(config: dict[str, Any], stage: dict[str, Any]) -> Process:
-    # A later task of this host removes it if this one is killed, with which the driver ends.
-    stage["code"] = make_scratch(scratch_root())
-    lock = lock_directory(stage["code"])
+    stage["code"] = make_directory(f"{PREFIX}{secrets.token_hex(4)}")
     path = os.path.join(stage["code"], "rankzero.zip")
     with open(path, "wb") as file:
         file.write(config["code_zip"])
     with open(os.path.join(os.path.dirname(stage["folder"]), "driver.log"), "ab") as log:
         command = [sys.executable, "-u", "-c", BOOTSTRAP.format("driver.main", "main_in_stage"), path]
-        driver = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, pass_fds=[lock]
-        )
-    os.close(lock)
+        driver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
     settings = {**stage, "env": config["env"], "host": config["host"]}
     assert driver.stdin
     with contextlib.suppress(BrokenPipeError):
@@ -122,11 +115,8 @@ def _run_agent(config: dict[str, Any], stage: dict[str, Any], attempt: int, driv
                     agent.kill()
                     return
 
-    def watch(agent: Any) -> None:
-        threading.Thread(target=kill_on_request, args=[agent], daemon=True).start()
-
     try:
-        hold({**config, **settings}, watch)
+        hold({**config, **settings}, lambda agent: threading.Thread(target=kill_on_request, args=[agent]).start())
     except RuntimeError as failure:
         return str(failure)
     finally:

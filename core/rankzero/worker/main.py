@@ -39,9 +39,6 @@ _CRASHES = frozenset({signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGB
 INLINE_LIMIT = 64 << 10
 """Most bytes of JSON of a value that is sent inside the commit message."""
 
-_AGENT_S = f"{os.sep}rankzero-agent-"
-"""Part of each path below an agent's directories, one of which is a rank's ``TMPDIR``."""
-
 _RECORDERS = ("nccl", "fr")
 _COLLECTIVES_SHOWN = 20
 """Most uncompleted collectives of the flight recorder that the log shows: the last ones."""
@@ -151,9 +148,6 @@ def _work(
         if start.context["rank"] == 0 and writer.had_result and not session.has_result:
             raise ResultError(_LOST_RESULT)
         value = session.result
-    for item in value if isinstance(value, (list, tuple)) else [value]:
-        if isinstance(item, (str, os.PathLike)) and _AGENT_S in str(item) and os.path.exists(item):
-            print(f"rankzero: {item}, which is returned, is deleted with the run: return what it holds, or report it")
     return _commit(value, start, files)
 
 

@@ -7,7 +7,6 @@ import contextlib
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -73,30 +72,6 @@ def test_launches_on_spark_share_python_workers_and_their_zygotes(launcher: Laun
     assert len(used) <= 2
     # An input that is not drained, or a task that fails, costs Spark its worker each time.
     assert python_workers() == workers
-
-
-def test_a_spark_of_the_driver_imports_torch_once_while_its_jvm_starts(
-    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the variables that Spark gives its tasks."""
-
-    def look() -> list[list[Any]]:
-        import torch.distributed as dist
-
-        chain = where_from()
-        template = int(Path(f"/proc/{chain[-1]}/stat").read_text().rpartition(")")[2].split()[1])
-        dist.init_process_group("gloo")
-        found: list[list[Any]] = [[]] * 2
-        seen = [os.environ[name] for name in ("MINE", "PYTHONHASHSEED", "OMP_NUM_THREADS")]
-        dist.all_gather_object(found, [chain[-1], template, seen])
-        return found
-
-    monkeypatch.setenv("PYTHONHASHSEED", "7")
-    conf = {"spark.executorEnv.MINE": "of the executor", "spark.executorEnv.OMP_NUM_THREADS": "3"}
-    one, other = launcher.options(engine=SparkEngine("local[2]", conf=conf)).run(look)
-    assert one[0] != other[0]
-    assert one[1:] == other[1:]
-    assert one[2] == ["of the executor", "7", "3"]
 
 
 def test_the_code_goes_to_the_executors_once(launcher: Launcher, spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from tests.conftest import ROOT, find, is_alive
+from tests.conftest import ROOT, is_alive
 from tests.protocol.channel.conftest import Received, until
 
 import rankzero
@@ -26,15 +26,15 @@ BOUND = 60.0
 
 HOLD = """
 import json, os, sys
-from rankzero.task import hold, scratch
-make = scratch.make_scratch
+from rankzero.task import hold
+make = hold.tempfile.mkdtemp
 
-def announce(*place):
-    made = make(*place)
+def announce(**place):
+    made = make(**place)
     print(made, flush=True)
     return made
 
-hold.make_scratch = scratch.make_scratch = announce
+hold.tempfile.mkdtemp = announce
 hold.hold(json.loads(sys.argv[1]))
 """
 
@@ -48,6 +48,7 @@ CONFIG = {
     "max_restarts": 0,
     "env": {},
     "task": 0,
+    "run": "one",
     "host": "127.0.0.1",
     "workers": 1,
     "gpus": [],
@@ -61,8 +62,9 @@ def test_an_agent_that_is_stopped_before_it_finds_its_driver_fails_with_the_reas
     scratch.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         config = {**CONFIG, "driver": [["127.0.0.1"], silent.getsockname()[1]], "secret": new_secret()}
-        config |= {"scratch": str(scratch), "temporary": None}
-        command = [sys.executable, "-c", "from rankzero.agent.supervise import main; main()"]
+        config |= {"scratch": str(scratch), "watched": []}
+        program = "import json; from rankzero.agent.supervise import run; run(json.loads(input()))"
+        command = [sys.executable, "-c", program]
         with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as agent:
             assert agent.stdin
             assert agent.stderr
@@ -109,17 +111,8 @@ def test_of_a_holder_that_stands_still_and_dies_nothing_is_left(
     asyncio.run(main())
 
 
-def places() -> dict[str, str]:
-    import multiprocessing
-
-    with multiprocessing.Manager() as manager:
-        # A socket of its own.
-        assert manager.dict() is not None
-    return {"scratch": os.environ["RANKZERO_SCRATCH"], "temporary": tempfile.gettempdir()}
-
-
 @pytest.mark.parametrize("is_set", [False, True])
-def test_much_goes_where_the_user_or_spark_has_room_and_sockets_where_they_fit(
+def test_much_goes_where_the_user_or_spark_has_room(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_set: bool
 ) -> None:
     local = tmp_path / "a-long-name-as-yarn-has-it" / "blockmgr-8c1b"
@@ -129,10 +122,10 @@ def test_much_goes_where_the_user_or_spark_has_room_and_sockets_where_they_fit(
     with tempfile.TemporaryDirectory() as short:
         if is_set:
             monkeypatch.setenv("TMPDIR", short)
-        found = launcher.options(num_processes=1).run(places)
-    assert found["scratch"].startswith(f"{short if is_set else local}/rankzero-agent-")
-    assert found["temporary"].startswith(found["scratch"]) is is_set
-    assert not os.path.exists(found["scratch"])
+            monkeypatch.setattr(tempfile, "tempdir", short)
+        scratch = launcher.options(num_processes=1).run(os.getenv, "RANKZERO_SCRATCH")
+    assert scratch.startswith(f"{short if is_set else local}/rankzero-agent-")
+    assert not os.path.exists(scratch)
 
 
 READ_ONLY = """
@@ -158,24 +151,5 @@ def test_a_root_that_is_read_only(tmp_path: Path, marker: str) -> None:
     python = [sys.executable, "-c", LAUNCH_THERE, str(tmp_path / "store")]
     command = ["unshare", "--mount", "sh", "-ec", READ_ONLY, "sh", str(tmp_path), *python]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
-    assert "can be written (tried TMPDIR, SPARK_LOCAL_DIRS=" in done.stderr
-    assert "name it in spark.local.dir or TMPDIR" in done.stderr
+    assert "No usable temporary directory found in" in done.stderr
     assert os.listdir(tmp_path / "local") == []
-
-
-def returns_a_temporary_file(place: str) -> tuple[str, ...]:
-    import tempfile
-
-    made = Path(tempfile.mkdtemp(), "model.pt")
-    made.write_text("weights")
-    return str(made), place, "/nowhere/rankzero-agent-1/model.pt"
-
-
-def test_a_returned_path_that_goes_with_the_run_is_named(launcher: Launcher, tmp_path: Path) -> None:
-    launcher = launcher.options(num_processes=1, run_id="one")
-    value = launcher.run(returns_a_temporary_file, str(tmp_path))
-    assert not os.path.exists(value[0])
-    handle = find(launcher)
-    assert handle
-    named = [line for line in handle.logs(rank=0) if "is deleted with the run" in line]
-    assert [value[0] in line for line in named] == [True]

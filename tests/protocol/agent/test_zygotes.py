@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from tests.conftest import find, is_alive, until
 
 from rankzero import EngineError, Launcher
 from rankzero.engines.local import LocalGroup
-from rankzero.task import zygotes
 
 WAIT = 60.0
 
@@ -133,25 +131,18 @@ def test_directories_that_come_onto_the_search_path_between_two_runs_are_found(
 
 
 @pytest.mark.usefixtures("own_zygotes")
-def test_mask_limits_and_cores_are_those_of_now_and_not_of_the_first_run(launcher: Launcher) -> None:
+def test_mask_and_cores_are_those_of_now_and_not_of_the_first_run(launcher: Launcher) -> None:
     def look() -> list[Any]:
-        import resource
-
-        mask = os.umask(0)
-        return [mask, resource.getrlimit(resource.RLIMIT_CORE)[0], sorted(os.sched_getaffinity(0))]
+        return [os.umask(0), sorted(os.sched_getaffinity(0))]
 
     before = launcher.run(look)
     cores = os.sched_getaffinity(0)
-    limits = resource.getrlimit(resource.RLIMIT_CORE)
     mask = os.umask(0o027)
     try:
-        resource.setrlimit(resource.RLIMIT_CORE, (min(limits[0] if limits[0] >= 0 else 4096, 4096), limits[1]))
         os.sched_setaffinity(0, {min(cores)})
-        now = [0o027, resource.getrlimit(resource.RLIMIT_CORE)[0], [min(cores)]]
-        assert launcher.run(look) == now != before
+        assert launcher.run(look) == [0o027, [min(cores)]] != before
     finally:
         os.sched_setaffinity(0, cores)
-        resource.setrlimit(resource.RLIMIT_CORE, limits)
         os.umask(mask)
 
 
@@ -189,18 +180,6 @@ def test_an_unknown_variable_needs_another_zygote_and_one_of_a_run_does_not(
     assert used == [first, second, first, third, first]
     # A driver keeps two.
     assert zygotes_of() == {first, third}
-
-
-def test_an_installation_needs_another_zygote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = tmp_path / "site-packages"
-    place.mkdir()
-    monkeypatch.syspath_prepend(place)
-    for change in ((place / "acme-1.0.dist-info").mkdir, (place / "acme-1.0.dist-info").rmdir):
-        # Two changes within the resolution of the kernel's clock would have one time.
-        os.utime(place, (0, 0))
-        before = zygotes._key_of({"code_path": "/code", "env": {}})
-        change()
-        assert zygotes._key_of({"code_path": "/code", "env": {}}) != before
 
 
 STAYS = """

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rankzero.engines.spark.conf import TASK_CPUS, TASK_GPUS
-from rankzero.task import hold, scratch, stage, zygotes
+from rankzero.task import hold, stage
 
 
 class KnownContext:
@@ -94,7 +94,7 @@ def task_code(run: Callable[[dict[str, Any]], None], *, zipped: bool = True) -> 
     from pyspark import cloudpickle
 
     untyped: Any = cloudpickle
-    for module in (stage, hold, scratch, zygotes):
+    for module in (stage, hold):
         untyped.register_pickle_by_value(module)
     pickled: bytes = untyped.dumps((run, zipped_packages() if zipped else None))
     return pickled

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import rankzero
 from rankzero.data.manifest import Manifest
 from rankzero.engines.base import AgentConfig, Engine, EngineSession, OnEnd, require_torch
 from rankzero.engines.gpus import GpuClaims, local_gpus, require_local_gpus
@@ -38,7 +40,6 @@ from rankzero.engines.spark.conf import (
     task_resources,
 )
 from rankzero.engines.spark.context import KnownContext, known
-from rankzero.engines.spark.jvm import Embedded
 from rankzero.engines.spark.materialize import materialize, open_query
 from rankzero.engines.spark.stage import SparkGroup, make_task, task_config
 from rankzero.errors import EngineError, InvalidJobError
@@ -151,7 +152,7 @@ class SparkEngine(Engine):
         else:
             asked = self._asked(job)
             context = jvm.start_context(self._master(job), job.name, self.conf, asked)
-            opened = SparkEngineSession(context, job, owned=True, asked=asked, embedded=self._embedded(job))
+            opened = SparkEngineSession(context, job, owned=True, asked=asked, is_embedded=self._is_embedded(job))
         try:
             opened.check()
         except BaseException:
@@ -159,19 +160,16 @@ class SparkEngine(Engine):
             raise
         return opened
 
-    def start_ahead(self, job: Job, env: Mapping[str, str]) -> None:
-        """Loads torch while the JVM starts, if the ranks will run on this machine with this Python."""
-        if self.session is None and job.warm_start and (embedded := self._embedded(job)):
-            embedded.start_ahead(job, env)
-
-    def _embedded(self, job: Job) -> Embedded | None:
-        return Embedded.of(self._master(job), self._whole_conf(job))
-
     def _asked(self, job: Job) -> dict[str, str]:
         return conf_for(job, self._master(job), self.conf, spark_defaults())
 
     def _whole_conf(self, job: Job) -> dict[str, str]:
         return {**spark_defaults(), **self._asked(job), **self.conf}
+
+    def _is_embedded(self, job: Job) -> bool:
+        """Returns True if the ranks will run on this machine with this Python, whose packages they can import."""
+        python = jvm.own_python(self._whole_conf(job))
+        return bool(LOCAL.fullmatch(self._master(job))) and python == sys.executable
 
     def _master(self, job: Job) -> str:
         cores = (job.cpus_per_process or 0) * job.processes_per_task or int(self.conf.get(TASK_CPUS, "1"))
@@ -188,10 +186,10 @@ class SparkEngineSession(EngineSession):
         *,
         owned: bool = False,
         asked: Mapping[str, str] | None = None,
-        embedded: Embedded | None = None,
+        is_embedded: bool = False,
     ) -> None:
         self._context = context
-        self._embedded = embedded
+        self._is_embedded = is_embedded
         self._job = job
         self._owned = owned
         self._master = str(self._context.master)
@@ -261,18 +259,18 @@ class SparkEngineSession(EngineSession):
         self.encrypts = not is_local and any(settings.get(name) == "true" for name in ENCRYPTION)
         self.url = self._known.url
         # The broadcast is made here, because `open` has a time limit.
-        self._known.code(zipped=self._embedded is None)
+        self._known.code(zipped=not self._is_embedded)
 
     def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> SparkGroup:
         """Starts the barrier stage in a thread with its own job group."""
         is_local = self._master.startswith("local")
         cores, workers = int(self._settings.get(TASK_CPUS, "1")), self._job.processes_per_task
         config = task_config(config, cores, workers, threads_set=THREADS in self._settings)
-        if self._embedded:
-            config |= self._embedded.config(self._job, config["env"])
+        if self._is_embedded:
+            config |= {"code_path": os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__)))}
         task = make_task(
             config,
-            self._known.code(zipped=self._embedded is None),
+            self._known.code(zipped=not self._is_embedded),
             None if self._gpus is None else self._claims.held,
             LOOPBACK if is_local else None,
         )

@@ -1,31 +1,23 @@
-"""Starts a JVM with the SparkContext of one run, tuned for a short life, and discards it when it has died.
-
-`Embedded` is a local Spark that the engine starts and whose tasks use this machine and this Python.
-"""
+"""Starts a JVM with the SparkContext of one run, tuned for a short life, and discards it when it has died."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import re
 import shutil
 import stat
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from rankzero.advice import advised, require
 from rankzero.engines.base import words_of
 from rankzero.engines.local import LOOPBACK
-from rankzero.engines.spark.conf import LOCAL, TASK_CPUS, THREADS, spark_defaults
-from rankzero.engines.spark.stage import first_lines, task_config
+from rankzero.engines.spark.conf import LOCAL, spark_defaults
+from rankzero.engines.spark.stage import first_lines
 from rankzero.errors import EngineError, InvalidJobError
-from rankzero.job import Job
-from rankzero.task import zygotes
-from rankzero.task.hold import with_defaults
 
 # Spark retries a barrier stage that lacks slots every 15 s; a session of the engine retries each second.
 _OWN_DEFAULTS = {
@@ -168,41 +160,3 @@ def forget() -> None:
         with contextlib.suppress(Exception):
             gateway.shutdown()
     SparkContext._gateway = SparkContext._jvm = SparkContext._active_spark_context = None
-
-
-_ahead: dict[str, str | None] = {}  # Sockets of zygotes that this process has started before its JVM, by `_key`
-
-
-@dataclass(frozen=True)
-class Embedded:
-    """The settings of such a Spark, from this process and from its conf."""
-
-    conf: Mapping[str, str]
-
-    @staticmethod
-    def of(master: str, conf: Mapping[str, str]) -> Embedded | None:
-        """Returns the settings; None for a cluster, or if the user chose another Python for the ranks."""
-        return Embedded(conf) if LOCAL.fullmatch(master) and own_python(conf) == sys.executable else None
-
-    def config(self, job: Job, env: Mapping[str, str]) -> dict[str, Any]:
-        """Returns what only the agents of an embedded Spark have: all variables of the ranks that torch may read."""
-        import rankzero
-
-        prefix = "spark.executorEnv."
-        given = {name.removeprefix(prefix): value for name, value in self.conf.items() if name.startswith(prefix)}
-        env = {**given, **env}
-        cores = int(self.conf.get(TASK_CPUS, "1"))
-        config = task_config({"env": env}, cores, job.processes_per_task, threads_set=THREADS in self.conf)
-        config["env"] = with_defaults(config)
-        code = os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__)))
-        return {"env": config["env"], "ahead": _ahead.get(_key(config)), "code_path": code}
-
-    def start_ahead(self, job: Job, env: Mapping[str, str]) -> None:
-        """Starts the zygote from which those of the tasks are forked, unless it was started before."""
-        config = self.config(job, env)
-        with contextlib.suppress(OSError):
-            _ahead[_key(config)] = config["ahead"] or zygotes.start_ahead(config)
-
-
-def _key(config: Mapping[str, Any]) -> str:
-    return json.dumps(config["env"], sort_keys=True)
