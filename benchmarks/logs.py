@@ -13,6 +13,7 @@ import time
 from measure import Report
 
 from rankzero import Launcher
+from rankzero.pipeline import open_run
 
 RANKS = 2
 LINES = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 1_000_000
@@ -52,7 +53,7 @@ def main() -> None:
                 count += 1
 
             started = time.perf_counter()
-            with launcher.owned(talk, (LINES // RANKS,), {}) as handle:
+            with open_run(launcher, talk, (LINES // RANKS,), {}) as handle:
                 for line in handle.output.lines(handle.output.start(), follow=True):
                     take(line.prefixed)
             rates.append(count / (time.perf_counter() - started))

@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from tests import spark_classes
 
 from rankzero import Launcher
+from rankzero.run.directory import RunDirectory
+from rankzero.submit import existing
 from rankzero.task import hold
 
 ROOT = Path(__file__).parents[1]
@@ -54,6 +56,11 @@ LOOK = 0.02
 """Seconds between two checks of a condition."""
 
 T = TypeVar("T")
+
+
+def find(launcher: Launcher) -> Any:
+    """The run of a launcher with a run_id, or None."""
+    return existing.find(RunDirectory(launcher._request().directory))
 
 
 @pytest.hookimpl(wrapper=True)

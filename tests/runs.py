@@ -43,7 +43,7 @@ def job_file(directory: str | Path) -> Path:
 
 def lines_of(directory: str | Path) -> str:
     """The lines of the last submission of a run on a disk, as they are stored; empty before there are any."""
-    if not RunDirectory(str(directory)).find_job():
+    if not RunDirectory(str(directory)).newest()[1]:
         return ""
     lines = folder_of(directory) / "lines"
     return lines.read_text() if lines.exists() else ""

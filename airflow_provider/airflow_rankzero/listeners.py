@@ -140,7 +140,7 @@ def end(row: Any) -> None:
             # Another operator's XCom of the same key.
             return
         handle = RunHandle[Any].attach(directory, follows=False)
-        if [handle.labels.get(name) for name in LABELS] != [str(part) for part in row[: len(_KEY)]]:
+        if [handle.job.labels.get(name) for name in LABELS] != [str(part) for part in row[: len(_KEY)]]:
             # A training that the task has only started, and left alone.
             return
         if handle.status().final:

@@ -27,8 +27,8 @@ from airflow_rankzero.links import DIRECTORY_KEY, ReportLink, SparkUILink, push_
 from airflow_rankzero.tries import TaskLog, TaskTry
 from airflow_rankzero.xcom import OPTIONS, TEMPLATED
 from rankzero import CheckpointConfig, Launcher, RunHandle
-from rankzero.errors import InvalidJobError, RankZeroError, WorkerFailedError, error_from_json
-from rankzero.pipeline import attempt, may_retry
+from rankzero.errors import InvalidJobError, RankZeroError, RunNotFoundError, WorkerFailedError, error_from_json
+from rankzero.pipeline import attempt, may_retry, open_run, store
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -209,15 +209,15 @@ class TorchDistributorOperator(BaseOperator):
             self._end_cleared(launcher, task_try)
             while True:
                 left: BaseException | None = None
-                with launcher.durable(train, args, kwargs, task_try, self.log) as opened:
+                with open_run(launcher, train, args, kwargs, task_try, self.log) as handle:
                     try:
-                        self._follow(opened.handle, launcher, task_try, attached=opened.attached)
+                        self._follow(handle, launcher, task_try)
                     except (TaskDeferred, AirflowRescheduleException) as leaving:
                         # Not an interruption: the run continues, and Airflow comes back to it.
                         left = leaving
                 if left:
                     raise left
-                if not task_try.is_replaced(opened.handle):
+                if not task_try.is_replaced(handle):
                     break
                 self.log.info("the run was ended for an earlier try, which was cleared; this try submits it again")
         except InvalidJobError as error:
@@ -225,19 +225,21 @@ class TorchDistributorOperator(BaseOperator):
                 # A secrets backend may be back at the next try.
                 raise
             raise self._final(error) from error
-        return self._deliver(context, opened.handle)
+        return self._deliver(context, handle)
 
     def _end_cleared(self, launcher: Launcher, task_try: TaskTry) -> None:
         """Ends the run of a try that a user has cleared while it was deferred, if its trigger has not ended it."""
-        before = launcher.find()
-        if before is None or before.status().final:
-            return
-        follower = before.delivery().receiver
-        if follower.get(_GENERATION, task_try.generation) != task_try.generation:
-            self.log.info("the deferred task was cleared; the run in %s ends, and is submitted again", before.directory)
-            before.cancel(follower, "the deferred Airflow task was cleared")
+        assert launcher.run_id
+        with contextlib.suppress(RunNotFoundError):
+            before = RunHandle.attach(store.join(store.root_of(launcher.store), launcher.run_id), follows=False)
+            follower = before.delivery().receiver
+            if store.why_untrusted(before.directory) or before.status().final:
+                return
+            if follower.get(_GENERATION, task_try.generation) != task_try.generation:
+                self.log.info("the deferred task was cleared; %s ends, and is submitted again", before.directory)
+                before.cancel(follower, "the deferred Airflow task was cleared")
 
-    def _follow(self, handle: RunHandle[Any], launcher: Launcher, task_try: TaskTry, *, attached: bool) -> None:
+    def _follow(self, handle: RunHandle[Any], launcher: Launcher, task_try: TaskTry) -> None:
         """Follows the run to its end, here or in the triggerer."""
         push_links(task_try.ti, directory=handle.directory)
         assert launcher.engine
@@ -249,7 +251,7 @@ class TorchDistributorOperator(BaseOperator):
             "continues without a follower, s": launcher.orphan_timeout if task_try.is_followed_by_another else None,
         }
         tries.show(self.log, "Training run", facts)
-        task_log = TaskLog(handle, task_try, self, attached=attached)
+        task_log = TaskLog(handle, task_try, self)
         if self.deferrable and not handle.status().final:
             task_log.detach_if_killed()
             from airflow_rankzero.triggers import RunTrigger
@@ -258,7 +260,7 @@ class TorchDistributorOperator(BaseOperator):
             follower = {**task_try.receiver, _GENERATION: task_try.generation}
             attempt(self.log, "the record of the deferral", lambda: handle.offer(follower), None)
             self.defer(
-                trigger=RunTrigger(handle.directory, handle.nonce, self.conn_id, self.log_ranks, attached),
+                trigger=RunTrigger(handle.directory, handle.job.nonce, self.conn_id, self.log_ranks),
                 method_name="execute_complete",
                 timeout=self.execution_timeout,
             )
@@ -277,7 +279,7 @@ class TorchDistributorOperator(BaseOperator):
             self.log.warning("the connection's secrets cannot be masked: %s", type(problem).__name__)
         task_try = TaskTry(context["ti"])
         handle: RunHandle[Any] = RunHandle.attach(event["directory"])
-        if handle.nonce != event["nonce"] or not handle.status().final or task_try.is_replaced(handle):
+        if handle.job.nonce != event["nonce"] or not handle.status().final or task_try.is_replaced(handle):
             return self._execute(context)
         push_links(task_try.ti, spark_ui=handle.status().engine_url, directory=handle.directory)
         return self._deliver(context, handle)

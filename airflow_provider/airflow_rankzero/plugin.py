@@ -43,7 +43,7 @@ def _create_app() -> Any:
         """Serves the report of a run to a user who is logged in."""
         try:
             run = page.run_of(provider_info.store_or_default(), name)
-            dag_id = run.labels.get("dag_id")
+            dag_id = run.job.labels.get("dag_id")
             if not _compat.may_read_logs(user, dag_id if isinstance(dag_id, str) else None):
                 raise ValueError("no run lives there")
             return Response(page.draw(run), 200, page.HEADERS, "text/html; charset=utf-8")

@@ -28,7 +28,7 @@ from airflow_rankzero._compat import (
 )
 from airflow_rankzero.links import push_links
 from rankzero.errors import RankZeroError, RunCancelledError
-from rankzero.pipeline import lease as leases
+from rankzero.pipeline import tries as try_rules
 
 if TYPE_CHECKING:
     from airflow.sdk import BaseOperator
@@ -140,13 +140,13 @@ class TaskTry:
 
 def lease(task: BaseOperator, ti: Any, *, deferred: bool) -> float:
     """Returns the seconds without a follower in which Airflow notices the death of a try, and starts the next one."""
-    least = leases.DETACHED_LEASE if deferred else leases.SCHEDULING_SLACK
+    least = try_rules.DETACHED_LEASE if deferred else try_rules.SCHEDULING_SLACK
     if not TaskTry(ti).is_retried:
         return least
     unnoticed = conf.getint("scheduler", "task_instance_heartbeat_timeout", fallback=300)
     rules = getattr(getattr(task, "retry_policy", None), "rules", ())
     delays = [rule.retry_delay.total_seconds() for rule in rules if rule.retry_delay is not None]
-    return leases.lease(max(_own_delay(task, ti.max_tries), *delays, 0.0), unnoticed=unnoticed, least=least)
+    return try_rules.lease(max(_own_delay(task, ti.max_tries), *delays, 0.0), unnoticed=unnoticed, least=least)
 
 
 def _own_delay(task: BaseOperator, tries: int) -> float:
@@ -160,7 +160,7 @@ def _own_delay(task: BaseOperator, tries: int) -> float:
     bound = task.max_retry_delay or MAX_RETRY_DELAY
     longest = bound.total_seconds() if isinstance(bound, timedelta) else float(bound)
     # Airflow adds up to as much again, by chance.
-    return min(longest, leases.longest_delay(delay, 2 * leases.power(factor, max(0, tries - 1)), longest))
+    return min(longest, try_rules.longest_delay(delay, 2 * try_rules.power(factor, max(0, tries - 1)), longest))
 
 
 def state_of(ti: Any, ask: Callable[..., dict[str, Any]]) -> str | None:
@@ -225,17 +225,14 @@ def _exit_by(signum: int) -> None:
 
 
 class TaskLog:
-    """Shows a run in the log of its task, to its end or until ``operator.is_killed``: Airflow ends the process.
+    """Shows a run in the log of its task, to its end or until ``operator.is_killed``: Airflow ends the process."""
 
-    An earlier try has shown lines of a run that is ``attached``.
-    """
-
-    def __init__(self, handle: RunHandle[Any], task_try: TaskTry, operator: Any, *, attached: bool) -> None:
+    def __init__(self, handle: RunHandle[Any], task_try: TaskTry, operator: Any) -> None:
         # Imported here, since a DAG file that is only parsed does not need it.
         from rankzero.pipeline import Follower
 
         self._handle = handle
-        self._follower = Follower(handle, ranks=operator.log_ranks, attached=attached)
+        self._follower = Follower(handle, ranks=operator.log_ranks)
         self._try = task_try
         self._operator = operator
         self._log = operator.log
@@ -315,6 +312,6 @@ def show(log: Any, title: str, facts: Mapping[str, Any]) -> None:
 
 
 def show_line(log: Any, line: LineWritten) -> None:
-    """Writes a line of a rank, with the level at its beginning; a group that it would open or end is only a text."""
+    """Writes a line of a rank; a group that it would open or end is only a text."""
     # An invisible character within, since Airflow's page searches whole lines.
-    log.log(line.level, "%s", re.sub(r"::(?=(?:end)?group::)", ":\u200b:", line.text))
+    log.info("%s", re.sub(r"::(?=(?:end)?group::)", ":\u200b:", line.text))

@@ -41,10 +41,9 @@ class RunTrigger(BaseTrigger):
 
     Args:
         directory: The run directory, which the triggerer must be able to read and to write.
-        nonce: `RunHandle.nonce` of the submission that this trigger follows; it must neither deliver nor end another.
+        nonce: The nonce of the submission that this trigger follows; it must neither deliver nor end another.
         conn_id: The task's connection, whose secrets are masked in the lines; None if it has none.
         log_ranks: Ranks whose lines are shown; None for all.
-        attached: True if an earlier try has shown lines of this training.
     """
 
     def __init__(
@@ -53,15 +52,13 @@ class RunTrigger(BaseTrigger):
         nonce: str,
         conn_id: str | None = None,
         log_ranks: list[int] | None = None,
-        attached: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.directory, self.nonce, self.conn_id = directory, nonce, conn_id
-        self.log_ranks, self.attached = log_ranks, attached
+        self.directory, self.nonce, self.conn_id, self.log_ranks = directory, nonce, conn_id, log_ranks
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
         """Returns the class and arguments from which Airflow recreates this trigger."""
-        names = ("directory", "nonce", "conn_id", "log_ranks", "attached")
+        names = ("directory", "nonce", "conn_id", "log_ranks")
         return "airflow_rankzero.triggers.RunTrigger", {name: getattr(self, name) for name in names}
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
@@ -74,7 +71,7 @@ class RunTrigger(BaseTrigger):
             with contextlib.suppress(Exception):
                 # The connection's secrets are masked in this process; it may only be readable on workers.
                 await self._in_thread(Target.from_conn_id, self.conn_id)
-            follower = await self._in_thread(Follower, handle, ranks=self.log_ranks, attached=self.attached)
+            follower = await self._in_thread(Follower, handle, ranks=self.log_ranks)
             self.log.info("following the run in %s", self.directory)
             while not await self._in_thread(self._show_new, follower):
                 await asyncio.sleep(max(POLL_INTERVAL, handle.pace))
@@ -86,7 +83,7 @@ class RunTrigger(BaseTrigger):
     def _attach(self) -> RunHandle[Any]:
         """Returns the run. Raises RunNotFoundError if it was submitted again, because another try has it then."""
         handle = RunHandle[Any].attach(self.directory)
-        if handle.nonce != self.nonce:
+        if handle.job.nonce != self.nonce:
             raise RunNotFoundError(f"the run in {self.directory} was submitted again")
         return handle
 

@@ -66,7 +66,6 @@ class Job:
         params: The arguments by name, as short plain values: see `RunHandle.params`.
         prices: The submitter's prices of an hour of ``gpu`` and ``core``, in ``currency``.
         owner: Process with which the run ends (``pid``, ``start``, ``namespace``); None if it ends with none.
-        submitter: The process that has submitted the run, in the same form.
         submission: Number of earlier submissions of this run id.
         nonce: Random digits of this submission, since the numbers restart when the directory was removed.
         earlier: Names of the folders of earlier submissions of this training, the first one first.
@@ -111,7 +110,6 @@ class Job:
     labels: dict[str, str] = field(default_factory=dict)
     prices: dict[str, Any] = field(default_factory=dict)
     owner: dict[str, Any] | None = None
-    submitter: dict[str, Any] | None = None
     submission: int = 0
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
     earlier: list[str] = field(default_factory=list)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from rankzero.kinds import WorldSize
     from rankzero.run.handle import RunHandle
     from rankzero.run.tries import PipelineTry
-    from rankzero.submit import durable
     from rankzero.submit.start import Request
     from rankzero.sweep import Sweep
 
@@ -59,19 +58,6 @@ class Launcher(Options):
         """Returns a copy with changed options. Raises InvalidJobError for a wrong value."""
         return replace(self, **changes)
 
-    def find(self) -> RunHandle[Any] | None:
-        """Returns the run with ``run_id`` in this store, or None if there is none yet. Starts nothing.
-
-        Raises:
-            InvalidJobError: this launcher has no ``run_id``, or the store cannot be read.
-        """
-        if self.run_id is None:
-            raise InvalidJobError("find() looks for the run that run_id names: give Launcher(run_id=...)")
-        from rankzero.run.directory import RunDirectory
-        from rankzero.submit import existing
-
-        return existing.find(RunDirectory(store.join(self._root(), self.run_id)))
-
     @overload
     def run(self, train: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
     @overload
@@ -101,53 +87,7 @@ class Launcher(Options):
             WorkerFailedError: a rank failed; describes the first cause.
             RankZeroError: other subclasses for slots, time, cancellation, the result.
         """
-        return self.followed(train, args, kwargs)[0]
-
-    def followed(
-        self,
-        train: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        on_line: Callable[[str, str], object] | None = None,
-    ) -> tuple[Any, RunHandle[Any]]:
-        """Runs, follows and acknowledges a training like `run`, and also returns the handle; for compatibility layers.
-
-        Args:
-            train: As for `run`.
-            args: Positional arguments of the function, or the script's command line.
-            kwargs: Keyword arguments of the function.
-            on_line: Called with each line of a rank, which begins with its ``[rank]``, and the run's name; None prints.
-
-        Returns:
-            Rank 0's value, and the handle of the run that has ended.
-
-        Raises:
-            RankZeroError: the same errors as `run`.
-        """
-        from rankzero.run.printing import in_notebook, print_line
-
-        with contextlib.ExitStack() as around:
-            handles: list[RunHandle[Any]] = []
-            if in_notebook():
-                from rankzero.report import card
-
-                # Entered first, so that the card's last update follows the end of the run.
-                around.enter_context(card.showing(handles))
-            handle = around.enter_context(self.owned(train, args, kwargs))
-            handles.append(handle)
-            for line in handle.lines(follow=True, earlier=False):
-                (on_line or print_line)(line.prefixed, handle.id)
-        value = handle.result()
-        self._acknowledge(handle)
-        return value, handle
-
-    @staticmethod
-    def _acknowledge(handle: RunHandle[Any]) -> None:
-        """Acknowledges a result; only logs a failure: the next run of this id may then return this result again."""
-        try:
-            handle.acknowledge()
-        except Exception:
-            logger.warning("the result of run %s could not be acknowledged", handle.id, exc_info=True)
+        return follow_run(self, train, args, kwargs)[0]
 
     def map(
         self,
@@ -198,13 +138,13 @@ class Launcher(Options):
         MODE.check("mode", mode)
 
         def start(run_id: str | None, kwargs: dict[str, Any]) -> AbstractContextManager[RunHandle[Any]]:
-            return self.options(run_id=run_id).owned(train, (), kwargs)
+            return open_run(self.options(run_id=run_id), train, (), kwargs)
 
         sweep = run_trials(start, self.run_id, params, metric, max_parallel)
         sweep.metric, sweep.mode = metric, mode
         for trial in sweep:
             if trial.result:
-                self._acknowledge(RunHandle.attach(trial.directory))
+                acknowledge(RunHandle.attach(trial.directory))
         return sweep
 
     @overload
@@ -231,61 +171,6 @@ class Launcher(Options):
         from rankzero.submit import durable
 
         return durable.submit(self._for(train)._request(), train, args, kwargs)
-
-    def owned(
-        self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> AbstractContextManager[RunHandle[Any]]:
-        """Opens a run that ends with the block, whatever ends the block, and with this process; `run` uses it.
-
-        Args:
-            train: As for `run`.
-            args: Positional arguments of the function, or the script's command line.
-            kwargs: Keyword arguments of the function.
-
-        Returns:
-            A context manager that yields the handle, to be followed until the run has ended.
-
-        Raises:
-            InvalidJobError: the job was rejected before anything started; raised on entering the block.
-        """
-        from rankzero.submit.durable import open_owned
-
-        return open_owned(self._for(train)._request(), train, args, kwargs)
-
-    def durable(
-        self,
-        train: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        caller: PipelineTry,
-        log: Any,
-    ) -> AbstractContextManager[durable.Opened]:
-        """Opens the run of a pipeline step's training: a new one, or that of an earlier try.
-
-        The orchestrator packages use it; `rankzero.submit.durable.open_durable` describes it.
-
-        Args:
-            train: As for `run`.
-            args: Positional arguments of the function, or the script's command line.
-            kwargs: Keyword arguments of the function.
-            caller: The step's facts about its orchestrator.
-            log: The step's logger.
-
-        Raises:
-            InvalidJobError: this launcher has no ``run_id``, or a relative ``store``; on entering the block, for the
-                reasons of `submit`.
-        """
-        from rankzero.submit.durable import open_durable
-
-        if self.run_id is None:
-            raise InvalidJobError("a step finds its run by the run_id: give Launcher(run_id=...)")
-        if self.store is not None and not store.is_absolute(self.store):
-            raise InvalidJobError(
-                f"store is {os.fspath(self.store)!r}, a relative path, which would begin in the directory of this "
-                "step's process; give an absolute path or a URL"
-            )
-        request = self._for(train, named=False)._request()
-        return open_durable(request, train, args, kwargs, caller, log)
 
     def _for(self, train: Any, *, named: bool = True) -> Launcher:
         """Returns this launcher with the options of a compatibility layer's trainer, if ``named`` its names, too."""
@@ -346,6 +231,87 @@ class Launcher(Options):
 
     def _root(self) -> str:
         return store.normalize(store.root_of(self.store))
+
+
+def open_run(
+    launcher: Launcher,
+    train: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    caller: PipelineTry | None = None,
+    log: Any = logger,
+) -> AbstractContextManager[RunHandle[Any]]:
+    """Opens a run, which the block follows until the run has ended.
+
+    The run of a pipeline step's training is a new one or that of an earlier try: `RunHandle.attached` says which. If
+    another try can follow, it outlives this process, and ends with the block only if an exception interrupts the block
+    that the `PipelineTry` does not detach from. Any other run ends with the block and with this process.
+
+    Args:
+        launcher: The launcher. Every try of a step gives it the same ``run_id``.
+        train: As for `Launcher.run`.
+        args: Positional arguments of the function, or the script's command line.
+        kwargs: Keyword arguments of the function.
+        caller: The step's facts about its orchestrator; None outside of a pipeline.
+        log: The step's logger.
+
+    Returns:
+        A context manager that yields the handle.
+
+    Raises:
+        InvalidJobError: the launcher of a step has no ``run_id``, or a relative ``store``; on entering the block, for
+            the reasons of `Launcher.submit`.
+    """
+    from rankzero.submit import durable
+
+    if caller is None:
+        return durable.open_owned(launcher._for(train)._request(), train, args, kwargs)
+    if launcher.run_id is None:
+        raise InvalidJobError("a step finds its run by the run_id: give Launcher(run_id=...)")
+    if launcher.store is not None and not store.is_absolute(launcher.store):
+        raise InvalidJobError(
+            f"store is {os.fspath(launcher.store)!r}, a relative path, which would begin in the directory of this "
+            "step's process; give an absolute path or a URL"
+        )
+    request = launcher._for(train, named=False)._request()
+    return durable.open_durable(request, train, args, kwargs, caller, log)
+
+
+def follow_run(
+    launcher: Launcher,
+    train: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    on_line: Callable[[str, str], object] | None = None,
+) -> tuple[Any, RunHandle[Any]]:
+    """Runs, follows and acknowledges a training for `Launcher.run` and compatibility layers; also returns the handle.
+
+    ``on_line`` is called with each line of a rank, which begins with its ``[rank]``, and the run's name; None prints.
+    """
+    from rankzero.run.printing import in_notebook, print_line
+
+    with contextlib.ExitStack() as around:
+        handles: list[RunHandle[Any]] = []
+        if in_notebook():
+            from rankzero.report import card
+
+            # Entered first, so that the card's last update follows the end of the run.
+            around.enter_context(card.showing(handles))
+        handle = around.enter_context(open_run(launcher, train, args, kwargs))
+        handles.append(handle)
+        for line in handle.lines(follow=True, earlier=False):
+            (on_line or print_line)(line.prefixed, handle.id)
+    value = handle.result()
+    acknowledge(handle)
+    return value, handle
+
+
+def acknowledge(handle: RunHandle[Any]) -> None:
+    """Acknowledges a result; only logs a failure: the next run of this id may then return this result again."""
+    try:
+        handle.acknowledge()
+    except Exception:
+        logger.warning("the result of run %s could not be acknowledged", handle.id, exc_info=True)
 
 
 Launcher.__doc__ = re.sub(r"(?m)^ +\*\*options: .*\n", lambda _: HELP, Launcher.__doc__ or "")

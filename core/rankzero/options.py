@@ -104,7 +104,7 @@ class Options:
         encrypt: True encrypts the connections between the run's driver and its agents, for arguments, results,
             checkpoints and lines that do not use the store. None: if Spark encrypts its own connections. Traffic
             between ranks is torch's, and is not encrypted.
-        labels: Labels of the run, which are kept in its directory: see `RunHandle.labels`.
+        labels: Labels of the run, which are kept in its directory.
         code_version: Replaces the code in the identity of the training. None: the code counts by content, so that a run
             id whose function, script or modules have changed begins from scratch.
         working_dir: A directory that is shipped with the job: each rank starts in a copy of it, which is first on its

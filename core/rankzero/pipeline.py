@@ -5,14 +5,13 @@ An integration (`airflow_rankzero`, `dagster_rankzero`, or one of your own) impo
 
 Open a run
     `PipelineTry` is the protocol by which an integration answers questions about one try of its step.
-    ``Launcher(...).durable(train, args, kwargs, step, log)`` opens the run of the step: it starts the run, attaches to
-    it, or finds its result, and yields an `Opened`.
+    `open_run` opens the run of a step's training: it starts the run, attaches to it, or finds its result.
 
 Follow it
     `Follower` yields `LineWritten`, `MetricsReported` and `EngineOpened`, and has ended with the run.
 
 Decide about tries
-    `may_retry` says whether another try can help. `lease` computes for how long a run waits for the next try.
+    `may_retry` says whether another try can help. `tries` computes for how long a run waits for the next try.
 
 Deliver and describe the result
     ``RunHandle.offer`` and ``RunHandle.acknowledge`` record who has the result. `plain` decides what an orchestrator's
@@ -34,12 +33,13 @@ from rankzero import lazy_names
 if TYPE_CHECKING:
     from rankzero import store as store
     from rankzero.doctor.examine import examine as examine
+    from rankzero.launcher import open_run as open_run
     from rankzero.masking import secrets_of as secrets_of
     from rankzero.options import step_options as step_options
     from rankzero.report import curves as curves
     from rankzero.report import page as page
-    from rankzero.run import lease as lease
     from rankzero.run import reports as reports
+    from rankzero.run import tries as tries
     from rankzero.run.follower import EngineOpened as EngineOpened
     from rankzero.run.follower import Follower as Follower
     from rankzero.run.follower import LineWritten as LineWritten
@@ -48,16 +48,15 @@ if TYPE_CHECKING:
     from rankzero.run.tries import attempt as attempt
     from rankzero.run.tries import may_retry as may_retry
     from rankzero.submit import datasets as datasets
-    from rankzero.submit.durable import Opened as Opened
     from rankzero.submit.training import check_callable as check_callable
     from rankzero.values import plain as plain
     from rankzero.values.ref import map_refs as map_refs
 
 _NAMES = (
-    "store report.curves report.page run.lease run.reports submit.datasets values.plain doctor.examine.examine "
+    "store report.curves report.page run.tries run.reports submit.datasets values.plain doctor.examine.examine "
     "masking.secrets_of options.step_options run.tries.PipelineTry run.tries.attempt run.tries.may_retry "
     "run.follower.EngineOpened run.follower.Follower run.follower.LineWritten run.follower.MetricsReported "
-    "submit.durable.Opened submit.training.check_callable values.ref.map_refs"
+    "launcher.open_run submit.training.check_callable values.ref.map_refs"
 )
 
 lazy_names(__name__, _NAMES, root="rankzero")

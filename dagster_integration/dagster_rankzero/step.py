@@ -23,9 +23,10 @@ from dagster_rankzero import _compat
 from dagster_rankzero.inputs import with_frames, without_annotations, without_dagster
 from dagster_rankzero.io_manager import hold
 from dagster_rankzero.metadata import build_result, describe_error, observe, single_output, takes_reference
-from rankzero import InvalidJobError, Launcher, RankZeroError, RunHandle, WorkerFailedError
-from rankzero.pipeline import EngineOpened, Follower, LineWritten, MetricsReported, Opened, attempt, may_retry
-from rankzero.pipeline import lease as leases
+from rankzero import InvalidJobError, Launcher, RankZeroError, RunHandle, WorkerFailedError, pipeline
+from rankzero.errors import RunNotFoundError
+from rankzero.pipeline import EngineOpened, Follower, LineWritten, MetricsReported, attempt, may_retry, store
+from rankzero.pipeline import tries as try_rules
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class Step:
     @property
     def lease_when_attached(self) -> float | None:
         """Returns the seconds for which a run to which the last try has attached outlives it; None for other tries."""
-        return None if self.is_followed_by_another else leases.LAST_LEASE()
+        return None if self.is_followed_by_another else try_rules.LAST_LEASE()
 
     @property
     def retrier(self) -> int | None:
@@ -143,9 +144,8 @@ def train_in_step(resource: Any, context: Any, train: Any, args: tuple[Any, ...]
     step, output = Step.of(context), single_output(context)
     shipped = without_annotations(train), without_dagster(args), without_dagster(kwargs)
     try:
-        with open_run(resource._launcher(), step, context, *shipped, name=resource.name) as opened:
-            handle = opened.handle
-            for metrics in follow(opened, step, context.log, resource.observation_interval, resource.log_ranks):
+        with open_run(resource._launcher(), step, context, *shipped, name=resource.name) as handle:
+            for metrics in follow(handle, step, context.log, resource.observation_interval, resource.log_ranks):
                 for event in observe(context, metrics):
                     attempt(context.log, "an observation", partial(context.log_event, event), None)
         is_reference = takes_reference(context, output) if resource.by_reference is None else resource.by_reference
@@ -168,15 +168,15 @@ def run_id_of(root: str, key: str, name: str | None = None) -> str:
 @contextlib.contextmanager
 def open_run(
     launcher: Launcher, step: Step | None, context: Any, train: Any, args: Any, kwargs: Any, name: str | None = None
-) -> Iterator[Opened]:
-    """Opens the run of a step's training, which the block follows; see `rankzero.Launcher.durable`.
+) -> Iterator[RunHandle[Any]]:
+    """Opens the run of a step's training, which the block follows; see `rankzero.pipeline.open_run`.
 
     Outside of a step (None) the run ends with the block. A step that trains more than once names its trainings.
     """
     if step is None:
         run_id = run_id_of(f"test-{secrets.token_hex(8)}", _compat.name_of(context), name)
-        with launcher.options(run_id=run_id).owned(train, args, kwargs) as handle:
-            yield Opened(handle)
+        with pipeline.open_run(launcher.options(run_id=run_id), train, args, kwargs) as handle:
+            yield handle
         return
     if step.dagster_run in _interrupted or (step.number and step.is_terminating()):
         # A retry policy treats an interrupt as a failure, also if a user has caused it.
@@ -189,15 +189,15 @@ def open_run(
     orphan_timeout = step.lease if launcher.orphan_timeout is None else launcher.orphan_timeout
     run_id = run_id_of(step.root, step.key, name)
     launcher = launcher.options(run_id=run_id, labels=step.receiver, orphan_timeout=orphan_timeout)
-    if before := launcher.find():
-        _check_owner(before, step)
+    with contextlib.suppress(RunNotFoundError):
+        _check_owner(RunHandle.attach(store.join(store.root_of(launcher.store), run_id), follows=False), step)
     try:
-        with launcher.durable(train, args, kwargs, step, context.log) as opened:
-            if opened.attached and not opened.handle.status().final:
+        with pipeline.open_run(launcher, train, args, kwargs, step, context.log) as handle:
+            if handle.attached and not handle.status().final:
                 # From here on the training belongs to this Dagster run: see `_leave_or_end`.
-                offer(opened.handle, step, context.log)
-            hold([args, kwargs], opened.handle.directory, context.log)
-            yield opened
+                offer(handle, step, context.log)
+            hold([args, kwargs], handle.directory, context.log)
+            yield handle
     except (dg.DagsterExecutionInterruptedError, KeyboardInterrupt) as interrupt:
         if step.executor == _compat.IN_PROCESS and step.is_retried and not step.detaches(interrupt):
             # Otherwise the same process would immediately train again, since an interrupt counts as a failure.
@@ -212,7 +212,7 @@ def _check_owner(before: RunHandle[Any], step: Step) -> None:
     Two re-executions at the same time, or one and a retry of the first run, must not end each other's training. What
     Dagster raises if it cannot be queried fails this try: the next one queries it again.
     """
-    owner = {**before.labels, **before.delivery().receiver}
+    owner = {**before.job.labels, **before.delivery().receiver}
     if owner["generation"] == step.generation or before.status().final or step.has_ended(owner["dagster_run"]):
         return
     raise dg.Failure(
@@ -223,19 +223,22 @@ def _check_owner(before: RunHandle[Any], step: Step) -> None:
 
 
 def follow(
-    opened: Opened, step: Step | None, log: Any, interval: float | None, log_ranks: Collection[int] | None = None
+    handle: RunHandle[Any],
+    step: Step | None,
+    log: Any,
+    interval: float | None,
+    log_ranks: Collection[int] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Prints the output of the ranks until the run has ended; leaves or ends it once the Dagster run has ended.
 
     Yields the last value of each of rank 0's metrics, whenever they have changed, at least ``interval`` seconds apart,
     and more as the run grows old. None yields no metrics.
     """
-    handle = opened.handle
-    follower = Follower(handle, ranks=log_ranks, attached=opened.attached)
+    follower = Follower(handle, ranks=log_ranks)
     latest: dict[str, Any] = {}
     shown: dict[str, Any] = {}
     started = next_at = time.monotonic()
-    next_query = started + leases.QUERY_INTERVAL()
+    next_query = started + try_rules.QUERY_INTERVAL()
     while True:
         for event in follower.poll():
             if isinstance(event, LineWritten):
@@ -248,23 +251,22 @@ def follow(
             return
         now = time.monotonic()
         if step is not None and now >= next_query:
-            next_query = now + leases.QUERY_INTERVAL()
+            next_query = now + try_rules.QUERY_INTERVAL()
             if step.is_terminating():
-                _leave_or_end(opened, step, log)
+                _leave_or_end(handle, step, log)
         if interval is not None and latest != shown and now >= next_at:
             shown, next_at = latest, now + max(interval, THINNING * (now - started))
             yield latest
         handle.pause()
 
 
-def _leave_or_end(opened: Opened, step: Step, log: Any) -> None:
+def _leave_or_end(handle: RunHandle[Any], step: Step, log: Any) -> None:
     """Ends the training of a Dagster run that has ended, unless the training belongs to another run by now.
 
     Dagster does not interrupt the steps of a run that was deleted, or whose process it cannot reach. A training belongs
     to the Dagster run that has attached to it last, else to the one that has started it. If that run has failed and
     Dagster retries it, the training waits for the retry, for as long as its lease lasts.
     """
-    handle = opened.handle
 
     def find_owner() -> str:
         owner = str(handle.delivery().receiver.get("dagster_run", step.dagster_run))
@@ -279,7 +281,7 @@ def _leave_or_end(opened: Opened, step: Step, log: Any) -> None:
         handle.cancel(reason="the Dagster run has ended or was deleted")
         return
     # Without another try, the driver ends with this process.
-    while not (opened.attached or step.is_followed_by_another or handle.wait(leases.QUERY_INTERVAL())):
+    while not (handle.attached or step.is_followed_by_another or handle.wait(try_rules.QUERY_INTERVAL())):
         if owner != _RETRY and attempt(log, "a query of Dagster", partial(step.has_ended, owner), False):
             break
     raise RankZeroError(f"the Dagster run has ended, and its training is left to {owner}")
@@ -320,11 +322,12 @@ def as_failure(
 def lease(policy: dg.RetryPolicy | None) -> float:
     """Returns the seconds for which a training waits for the next try: the policy's longest delay, and a margin."""
     if policy is None or not policy.delay:
-        return leases.lease(0.0)
+        return try_rules.lease(0.0)
     tries = policy.max_retries
-    growth = {dg.Backoff.EXPONENTIAL: leases.power(2.0, tries) - 1, dg.Backoff.LINEAR: tries, None: 1.0}[policy.backoff]
+    exponential = try_rules.power(2.0, tries) - 1
+    growth = {dg.Backoff.EXPONENTIAL: exponential, dg.Backoff.LINEAR: tries, None: 1.0}[policy.backoff]
     growth *= 2 if policy.jitter is dg.Jitter.PLUS_MINUS else 1
-    return leases.lease(leases.longest_delay(policy.delay, growth))
+    return try_rules.lease(try_rules.longest_delay(policy.delay, growth))
 
 
 def is_at_terminal() -> bool:

@@ -11,6 +11,7 @@ To see what would go, trigger it by hand with ``{"dry_run": true}`` and look at 
 """
 
 import logging
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
@@ -43,13 +44,13 @@ def rankzero_maintenance() -> None:
     def collect_runs(params: dict[str, Any]) -> dict[str, Any]:
         collection = collect(store_or_default(), older_than=params["days"] * DAY, dry_run=params["dry_run"])
         for removed in collection.removed:
-            logger.info("%s, %s, %s bytes", removed.directory, removed.state, removed.size)
+            logger.info("%s, %s", removed.directory, removed.state)
         for directory, problem in collection.problems.items():
             logger.warning("%s stays: %s", directory, problem)
-        logger.info("%s runs, %s bytes; %s runs stay", len(collection.removed), collection.size, collection.kept)
+        logger.info("%s removed, %s runs stay", len(collection.removed), collection.kept)
         if collection.problems:
             raise RuntimeError(f"{len(collection.problems)} directories could not be looked at; see the log above")
-        return collection.to_json()
+        return asdict(collection)
 
     collect_runs()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from tests.airflow import versions
-from tests.conftest import until
+from tests.conftest import find, until
 from tests.handlers import restore_signal_handlers, signal_handlers
 
 from rankzero import Launcher
@@ -203,5 +203,5 @@ def watched(dag: Any, run_dag: Callable[..., DagOutcome], tmp_path: Path) -> Ite
     labels = {"dag_id": dag.dag_id, "dag_run_id": run_id, "task_id": "train", "map_index": "-1"}
     made = Watched(dag.dag_id, run_id, Launcher(1, store=tmp_path, run_id="left", labels=labels))
     yield made
-    made.launcher.find().cancel()
-    assert made.launcher.find().wait(60)
+    find(made.launcher).cancel()
+    assert find(made.launcher).wait(60)

@@ -93,8 +93,8 @@ def test_maintenance_shows_and_then_removes_what_is_old(
     done = run_dag(load_dag("maintenance.py"), run_conf={"days": 7})
     assert done.state == "success", done.errors
     assert done.xcom("collect_runs") == {**shown.xcom("collect_runs"), "dry_run": False}
-    assert run.run.find_job() is None
-    assert RunDirectory(str(tmp_path / "configured" / "young")).find_job()
+    assert run.run.newest()[1] is None
+    assert RunDirectory(str(tmp_path / "configured" / "young")).newest()[1]
 
 
 def test_sweep_keeps_the_best_of_its_trainings(load_dag: LoadDag, run_dag: RunDag, tmp_path: Path) -> None:

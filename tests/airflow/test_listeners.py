@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.airflow.conftest import Watched, wait_long
 from tests.airflow.versions import RunDag
-from tests.conftest import until
+from tests.conftest import find, until
 
 from rankzero import RunHandle
 
@@ -111,9 +111,9 @@ def test_a_mark_ends_no_run_that_was_submitted_after_it(watched: Watched, monkey
     monkeypatch.setattr(_compat, "rows", submit_again)
     watched.set_state("failed")
     watched.poll()
-    after = watched.launcher.find()
+    after = find(watched.launcher)
     assert after
-    assert after.submission == 1
+    assert after.job.submission == 1
     until(lambda: after.status().state == "running", 60, "the next training")
     assert after.cancelled_for() == {}
 

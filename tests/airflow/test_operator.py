@@ -225,7 +225,7 @@ def test_what_may_be_there_at_the_next_try_is_left_to_it(dag: Any, run_dag: RunD
     TorchDistributorOperator(task_id="nowhere", train=print, store=str(tmp_path), conn_id="nowhere")
     TorchDistributorOperator(task_id="full", train=print, store=str(tmp_path / "file"), conn_id="here")
     errors = run_dag(dag).errors
-    for task_id, words in (("nowhere", "conn_id='nowhere'"), ("full", "the store cannot be written")):
+    for task_id, words in (("nowhere", "conn_id='nowhere'"), ("full", "the store cannot be used")):
         assert isinstance(errors[task_id], InvalidJobError), errors
         assert not isinstance(errors[task_id], AirflowFailException)
         assert words in str(errors[task_id])

@@ -101,7 +101,7 @@ def test_the_trigger_masks_what_the_worker_masks(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("AIRFLOW_CONN_WITH_KEY", json.dumps({"conn_type": "rankzero", "extra": extra}))
     token = f"{TOKEN}-trigger"
     handle = Launcher(1, store=tmp_path, env={"HF_TOKEN": token}).submit(show, [CONNECTION_KEY])
-    trigger = RunTrigger(handle.directory, handle.nonce, conn_id="with_key")
+    trigger = RunTrigger(handle.directory, handle.job.nonce, conn_id="with_key")
     trigger = RunTrigger(**trigger.serialize()[1])
 
     versions.secrets_masker().reset_secrets_masker()

@@ -114,7 +114,7 @@ def test_a_user_s_mark_notifies_of_a_failure_only_if_it_is_one(
     ti.get_task_states = lambda **_: {"r": {"train": state}}
     handle = Launcher(1, store=tmp_path).submit(wait_long)
     operator = SimpleNamespace(is_killed=True, log_ranks=None, stop_grace=0.1, log=logging.getLogger("task"))
-    log = TaskLog(handle, TaskTry(ti), operator, attached=False)
+    log = TaskLog(handle, TaskTry(ti), operator)
     expected = versions.exception("AirflowFailException") if notified else RunCancelledError
     what = f"set the task to {state}" if state else "no state of the task, as after a clear"
     with pytest.raises(expected, match=what):

@@ -38,7 +38,7 @@ def make_trigger(handle: RunHandle[Any], nonce: str = "") -> Any:
     """As the triggerer makes it: from what was stored in the database."""
     from airflow_rankzero.triggers import RunTrigger
 
-    path, arguments = RunTrigger(handle.directory, nonce or handle.nonce).serialize()
+    path, arguments = RunTrigger(handle.directory, nonce or handle.job.nonce).serialize()
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)(**arguments)
 
@@ -68,7 +68,7 @@ def test_it_shows_the_lines_and_fires_at_the_end(tmp_path: Path, capfd: pytest.C
         return await first(make_trigger(handle))
 
     event = asyncio.run(asyncio.wait_for(follow(), 120))
-    assert event == {"directory": handle.directory, "nonce": handle.nonce}
+    assert event == {"directory": handle.directory, "nonce": handle.job.nonce}
     assert handle.result() == 7
     assert "[0] the last line" in shown + capfd.readouterr().out
 

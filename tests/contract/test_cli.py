@@ -19,7 +19,7 @@ from tests.runs import folder_of, job_file
 
 from rankzero import Launcher, RunHandle, RunNotFoundError
 from rankzero.cli import main
-from rankzero.report import page, serve
+from rankzero.report import card, page, serve
 
 MONTH = 30 * 86400.0
 
@@ -123,7 +123,7 @@ def test_what_somebody_else_has_written_hides_no_other_run(
         assert done.exit_code == 0 or (isinstance(done.exception, SystemExit) and done.stderr.startswith("Error: "))
     assert 'href="runs/first"' in serve.index(str(tmp_path))
     with contextlib.suppress(RunNotFoundError):
-        RunHandle.attach(tmp_path / "strange")._repr_html_()
+        card.draw(RunHandle.attach(tmp_path / "strange"))
 
 
 def test_what_a_run_has_used_is_in_status_and_runs(run: RunHandle[float]) -> None:
@@ -200,7 +200,7 @@ def test_gc_shows_and_then_removes_an_old_run(aged: RunHandle[float]) -> None:
     listed, summary = shown.stdout.splitlines()
     assert "succeeded" in listed
     assert listed.endswith(aged.directory)
-    assert summary.startswith("would remove 1 of 1 run directories, ")
+    assert summary.startswith("would remove 1, ")
     assert aged.result() == 0.5
     done = rankzero("gc", store, "--older-than", "720h")
     assert done.stdout.splitlines()[1] == summary.replace("would remove", "removed")

@@ -126,7 +126,7 @@ def test_a_detached_run_trains_again_after_its_success(script: Path, store: Path
     for submission in range(2):
         handle = RunHandle.attach(rankzero(*line).stdout.strip())
         assert handle.wait(60)
-        assert handle.submission == submission
+        assert handle.job.submission == submission
 
 
 @pytest.mark.usefixtures("hangups")

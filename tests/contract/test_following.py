@@ -8,6 +8,7 @@ from tests.conftest import of_ranks, until
 
 import rankzero.train as rt
 from rankzero import Launcher, store
+from rankzero.pipeline import open_run
 from rankzero.run import reports
 
 
@@ -64,7 +65,7 @@ def test_a_store_that_fails_when_a_run_is_followed_does_not_end_it(
         return read(location)
 
     followed: list[bool] = []
-    with launcher.options(num_processes=1, run_id="run", orphan_timeout=60.0).owned(max, (1, 2), {}) as handle:
+    with open_run(launcher.options(num_processes=1, run_id="run", orphan_timeout=60.0), max, (1, 2), {}) as handle:
         followed.append(True)
         monkeypatch.setattr(store, "read_bytes", fail_once)
         assert of_ranks(handle.logs(follow=True)) == []

@@ -13,6 +13,7 @@ from tests.conftest import of_ranks, until
 from rankzero import Launcher, ResultError, ResultRef, RunHandle, store
 from rankzero.channel.connection import Connection
 from rankzero.channel.server import Server
+from rankzero.pipeline import open_run
 from rankzero.submit.drivers import start_driver
 
 
@@ -201,6 +202,6 @@ def test_a_run_waits_for_the_checkpoints_that_ranks_still_send(
         await take(server, name, size, connection)
 
     monkeypatch.setattr(Server, "_take", slowly)
-    with remote.options(run_id="sends").owned(train, (), {}) as handle:
+    with open_run(remote.options(run_id="sends"), train, (), {}) as handle:
         assert handle.result(60) == 0
         assert [manifest.metrics["step"] for manifest in handle.checkpoints()] == [0, 1]

@@ -17,7 +17,6 @@ from tests.conftest import until
 from tests.tries.identities import identity_of
 
 from rankzero import InvalidJobError, Launcher, RunHandle, WorkerFailedError
-from rankzero.run.identity import Identity
 from rankzero.submit.pack import Payload, build
 from rankzero.worker import failures
 from rankzero.worker.failures import CommandError, describe
@@ -318,7 +317,7 @@ def test_scripts_of_one_process_ship_the_modules_beside_them(tmp_path: Path) -> 
     path = list(sys.path)
     changed: list[list[str]] = []
 
-    def launch(folder: Path) -> tuple[Payload, Identity]:
+    def launch(folder: Path) -> tuple[Payload, dict[str, str]]:
         script = str(folder / "train.py")
         made = build(script, (), {}), identity_of(script, (), {}, 1)
         if sys.path != path:

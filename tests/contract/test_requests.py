@@ -14,8 +14,7 @@ from rankzero.driver.recorder import Recorder
 from rankzero.driver.watch import Watch
 from rankzero.masking import Mask
 from rankzero.pipeline import Follower, LineWritten
-from rankzero.run.directory import Submission
-from rankzero.run.lease import RENEWAL_INTERVAL_REMOTE
+from rankzero.run.directory import RENEWAL_INTERVAL_REMOTE, Submission
 from rankzero.run.status import LONGEST_PACE, pace
 
 RANKS = 64

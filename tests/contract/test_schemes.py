@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from pyarrow import fs
+from tests.conftest import find
 
 from rankzero import InvalidJobError, Launcher, store
 from rankzero.data.files import filesystem_of
@@ -39,7 +40,7 @@ def test_what_promises_too_little_is_refused(location: str, reason: str) -> None
     with pytest.raises(InvalidJobError, match=reason):
         store.normalize(location)
     with pytest.raises(InvalidJobError, match=reason):
-        Launcher(run_id="one", store=location).find()
+        find(Launcher(run_id="one", store=location))
 
 
 @pytest.mark.parametrize("prefix", ["file://", "file:", "local://", ""])
@@ -76,7 +77,7 @@ def test_a_home_directory_that_is_not_known_is_not_a_folder_named_tilde(monkeypa
     monkeypatch.delenv("RANKZERO_STORE")
     monkeypatch.setattr(pwd, "getpwuid", nobody)
     with pytest.raises(InvalidJobError, match="HOME is not set .* give an absolute path"):
-        Launcher(run_id="one").find()
+        find(Launcher(run_id="one"))
 
 
 def test_a_creation_whose_answer_was_lost_is_ours(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import find
 from tests.loading import load_module
 from tests.tries.identities import identity_by
 
@@ -118,7 +119,7 @@ def test_two_of_one_name_are_refused(launcher: Launcher, tmp_path: Path) -> None
     launcher = launcher.options(run_id="refused", py_files=paths)
     with pytest.raises(InvalidJobError, match=re.escape(f"py_files has {paths[0]} and {paths[1]}, and ranks get one")):
         launcher.run(print)
-    assert launcher.find() is None
+    assert find(launcher) is None
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_trackers_of_a_resource_and_of_one_step(tmp_path: Path) -> None:
             self.path = path
 
         def end(self, run: Any, status: Any) -> None:
-            self.path.write_text(f"{run.labels['step']} {status.state}")
+            self.path.write_text(f"{run.job.labels['step']} {status.state}")
 
     @dg.asset
     def first(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource) -> Any:

@@ -17,7 +17,7 @@ from dagster_rankzero import step as steps
 from dagster_rankzero._compat import MULTIPROCESS
 from dagster_rankzero.step import Step, follow, open_run
 from rankzero import InvalidJobError, Launcher, RankZeroError, RunHandle
-from rankzero.pipeline import EngineOpened, LineWritten, Opened
+from rankzero.pipeline import EngineOpened, LineWritten
 
 LOG = logging.getLogger(__name__)
 
@@ -102,14 +102,14 @@ def test_no_run_ends_the_training_of_a_re_execution_that_is_running(
             with open_step(other, "of three"):
                 pass
         assert not refused.value.allow_retries
-        assert not first.handle.status().final
+        assert not first.status().final
         with open_step(replace(again, number=1), "of its retry") as retried:
-            assert retried.handle.submission == 0
+            assert retried.job.submission == 0
         # No step of that run follows it any more.
         unfinished.discard("two")
         with open_step(other, "of two") as attached:
-            assert attached.handle.directory == first.handle.directory
-            assert attached.handle.submission == 0
+            assert attached.directory == first.directory
+            assert attached.job.submission == 0
 
 
 def test_an_instance_that_cannot_be_queried_is_no_running_owner(
@@ -128,7 +128,7 @@ def test_an_instance_that_cannot_be_queried_is_no_running_owner(
             # The step fails with Dagster's error, and so is tried again.
             with pytest.raises(Down), open_step(replace(step, dagster_run="two", generation="two")):
                 pass
-        assert not first.handle.status().final
+        assert not first.status().final
 
 
 def test_the_last_try_is_not_survived_for_long_by_what_it_attached_to(
@@ -139,10 +139,10 @@ def test_the_last_try_is_not_survived_for_long_by_what_it_attached_to(
     with open_step(step) as handle:
         pass
     with open_step(replace(step, number=1, is_retried=False)) as attached:
-        assert attached.handle.directory == handle.handle.directory
+        assert attached.directory == handle.directory
     # A process that was killed says nothing; neither does a block that ends before the run.
-    until(lambda: handle.handle.status().final, 60, "the end of the training")
-    assert handle.handle.status().state == "cancelled"
+    until(lambda: handle.status().final, 60, "the end of the training")
+    assert handle.status().state == "cancelled"
 
 
 @pytest.mark.parametrize(
@@ -155,8 +155,8 @@ def test_a_second_training_of_a_name_is_refused(step: Step, open_step: Open, nam
             refused = open_step(step, *args, context=this_try, name=name)
             with pytest.raises(InvalidJobError, match=rf"{told}: .*options\(name="), refused:
                 pass
-        assert not first.handle.status().final
-        assert first.handle.submission == 0
+        assert not first.status().final
+        assert first.job.submission == 0
 
 
 def test_the_step_s_log_has_the_address_of_the_spark_ui_while_ranks_train(
@@ -171,7 +171,7 @@ def test_the_step_s_log_has_the_address_of_the_spark_ui_while_ranks_train(
 
     monkeypatch.setattr(steps, "Follower", lambda *_, **__: Following())
     caplog.set_level(logging.INFO)
-    opened: Any = Opened(SimpleNamespace(id="run"))  # type: ignore[arg-type]
+    opened: Any = SimpleNamespace(id="run", attached=False)
     assert list(follow(opened, None, LOG, None)) == []
     assert "[0] trains" in capsys.readouterr().out
     assert "http://driver:4040" in caplog.text
@@ -183,11 +183,11 @@ def test_a_training_ends_whose_dagster_run_was_deleted(
     monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.005")
     unfinished.add("one")
     with open_step(step) as opened:
-        until(lambda: opened.handle.status().state == "running", 60, "the training")
+        until(lambda: opened.status().state == "running", 60, "the training")
         unfinished.discard("one")
         assert list(follow(opened, step, LOG, None)) == []
-    assert opened.handle.status().state == "cancelled"
-    assert "on request: the Dagster run has ended or was deleted" in str(opened.handle.status().error)
+    assert opened.status().state == "cancelled"
+    assert "on request: the Dagster run has ended or was deleted" in str(opened.status().error)
 
 
 def test_a_step_whose_run_is_dead_leaves_its_training_to_the_run_that_follows_by_itself(
@@ -200,7 +200,7 @@ def test_a_step_whose_run_is_dead_leaves_its_training_to_the_run_that_follows_by
         unfinished.discard("one")
         retried.add("one")
         list(follow(left, step, LOG, None))
-    assert not left.handle.status().final
+    assert not left.status().final
 
 
 def test_the_process_that_a_training_needs_stays_until_the_run_that_follows_has_ended(
@@ -216,9 +216,9 @@ def test_the_process_that_a_training_needs_stays_until_the_run_that_follows_has_
             unfinished.discard("one")
             assert attached.wait(60)
             list(follow(left, last, LOG, None))
-        ended.append(left.handle.status().state)
+        ended.append(left.status().state)
 
-    opened: list[Opened] = []
+    opened: list[RunHandle[Any]] = []
     attached = threading.Event()
     unfinished.add("one")
     thread = threading.Thread(target=follow_to_the_end)
@@ -228,9 +228,9 @@ def test_the_process_that_a_training_needs_stays_until_the_run_that_follows_has_
     with open_step(replace(last, dagster_run="two", generation="two")) as again:
         attached.set()
         assert again.attached
-        assert again.handle.directory == opened[0].handle.directory
+        assert again.directory == opened[0].directory
         thread.join(1.0)
-        assert not again.handle.status().final
+        assert not again.status().final
         assert thread.is_alive()
     unfinished.discard("two")
     thread.join(60)

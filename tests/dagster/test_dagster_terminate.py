@@ -143,7 +143,7 @@ def test_terminating_a_run_ends_its_ranks_and_stores_nothing(
     assert dagster.finish(launched.run_id) == "CANCELED"
     assert instance.get_latest_materialization_event(dg.AssetKey(asset)) is None
     assert launched.training().status().state == "cancelled"
-    assert launched.training().submission == 0
+    assert launched.training().job.submission == 0
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_step_that_was_killed_is_retried_and_takes_its_training_up(
     launched.let_go()
     assert dagster.finish(again) == "SUCCESS"
     assert dagster.status(launched.run_id) == ("FAILURE" if tags else "SUCCESS")
-    assert launched.training().submission == 0
+    assert launched.training().job.submission == 0
     assert launched.training().result()["pid"] in ranks
 
 
@@ -187,7 +187,7 @@ def test_ctrl_c_of_dagster_dev_ends_the_trainings_of_its_runs(
     launched.await_end()
     assert launched.training().status().state == "cancelled"
     # One key was enough: no other try began.
-    assert launched.training().submission == 0
+    assert launched.training().job.submission == 0
     assert not (launched.folder / "step-1").exists()
     # The webserver, the daemon and the code server have ended, too.
     assert wait_until_gone(dagster.marker, RUN_TIMEOUT) == []

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import until, wait_until_gone
+from tests.conftest import find, until, wait_until_gone
 from tests.faults.kit import TasksEngine
 
 from rankzero import Launcher, LocalEngine, RunCancelledError, RunHandle
@@ -51,7 +51,7 @@ def committed(launcher: Launcher, value: Future[Any], finished: list[int]) -> Ru
     """Waits until rank 1 has."""
     until(lambda: 1 in finished or value.done(), 120.0, "the end of rank 1")
     assert not value.done(), value.result()
-    run = launcher.find()
+    run = find(launcher)
     assert run is not None
     return run
 

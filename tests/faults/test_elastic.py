@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import until
+from tests.conftest import find, until
 from tests.faults.kit import SlotsEngine, SlotsSession
 from tests.tries.identities import identity_by
 
@@ -45,7 +45,7 @@ def await_event(launcher: Launcher, kind: str, what: str = "") -> dict[str, Any]
     """The first event of a kind of the launcher's run, with this text."""
 
     def look() -> dict[str, Any] | None:
-        run = launcher.find()
+        run = find(launcher)
         found = (event for event in run.events() if event["type"] == kind) if run else ()
         # A busy machine is waited for, too.
         return next((event for event in found if what in event.get("what", "")), None)
@@ -80,7 +80,7 @@ def test_a_wait_can_be_cancelled(growing: Launcher, slots: Path) -> None:
 
     def cancel() -> None:
         await_event(growing, "waiting")
-        run = growing.find()
+        run = find(growing)
         assert run
         run.cancel()
 
@@ -121,7 +121,7 @@ def test_each_attempt_of_an_elastic_run_takes_what_there_is_and_goes_on(growing:
     slots.write_text("3")
     elastic = growing.options(num_processes=(2, 4), max_restarts=2)
     assert elastic.run(train, str(slots), [2, 9]) == [[0, 3], [1, 2], [2, 4]]
-    run = elastic.find()
+    run = find(elastic)
     assert run
     said = [(event["attempt"], event["world_size"]) for event in run.events() if event["type"] == "world"]
     assert said == [(0, 3), (1, 2), (2, 4)]
@@ -221,7 +221,7 @@ def test_a_run_restarts_on_the_exceptions_that_its_user_names(launcher: Launcher
 
     launcher = launcher.options(num_processes=1, max_restarts=1, run_id="matched")
     assert launcher.options(restart_on=("CUDA error", LocalError)).run(fail_once, "Stale") == 1
-    run = launcher.find()
+    run = find(launcher)
     assert run
     assert next(event["cause"] for event in run.events() if event["type"] == "restart") == "matched"
     with pytest.raises(WorkerFailedError, match="LocalError.*unknown") as caught:

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from tests.conftest import find
 
 import rankzero.train as rt
 from rankzero import Launcher, RunHandle, WorkerFailedError
@@ -60,7 +61,7 @@ def test_a_killed_rank_is_the_cause_of_what_its_peers_raise_from_their_collectiv
 ) -> None:
     launcher = launcher.options(num_processes=3, max_restarts=1, run_id="victim")
     assert launcher.run(train_with_a_victim, how) == 1
-    handle = launcher.find()
+    handle = find(launcher)
     assert handle
     [restart] = [event for event in handle.events() if event["type"] == "restart"]
     assert restart["cause"] == "killed"
@@ -88,7 +89,7 @@ def test_a_rank_that_needs_a_while_to_fail_is_named_and_its_exception_is_not_res
     with pytest.raises(WorkerFailedError, match="rank 1 on .*KeyError: 'the real cause'") as caught:
         launcher.run(unwind, 1.3)
     assert caught.value.cause is None
-    handle = launcher.find()
+    handle = find(launcher)
     assert handle
     assert handle.status().attempt == 0
 
@@ -130,7 +131,7 @@ def test_a_checkpoint_that_no_rank_asks_for_is_named_once_and_so_is_the_one_of_a
     launcher = launcher.options(max_restarts=1, run_id="ignored")
     launcher.run(report_steps, asks)
     assert "attempt 1 begins at checkpoint 0000-000001" in caplog.text
-    handle = launcher.find()
+    handle = find(launcher)
     assert handle
     said = [line for line in lines(handle) if "get_checkpoint() was not called" in line]
     assert len(said) == (0 if asks else 1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import wait_until_gone
+from tests.conftest import find, wait_until_gone
 
 from rankzero import HangError, Launcher, WorkerFailedError
 
@@ -73,7 +73,7 @@ def test_a_hang_says_where_each_rank_stood(launcher: Launcher, marker: str) -> N
     assert error.missing == [1]
     assert "rank 1 had not joined the collective in which rank 0 waited" in str(error)
     assert wait_until_gone(marker) == []
-    handle = launcher.find()
+    handle = find(launcher)
     assert handle is not None
     # The stacks of all threads are in the log of a rank whose interpreter still runs Python.
     assert any(line.startswith("Thread 0x") for line in handle.logs(rank=1))
@@ -141,7 +141,7 @@ def test_a_hang_of_nccl_leaves_its_flight_recorders_dump(launcher: Launcher) -> 
     launcher = launcher.options(num_processes=1, use_gpu=True, hang_timeout=HANG_TIMEOUT, run_id="nccl", env=env)
     with pytest.raises(HangError):
         launcher.run(hang)
-    handle = launcher.find()
+    handle = find(launcher)
     assert handle is not None
     assert any(line.startswith("rankzero: flight recorder: process group") for line in handle.logs(rank=0))
 
@@ -192,7 +192,7 @@ def test_a_rank_that_returns_early_is_named_and_whoever_waits_for_it_hangs(
         assert "all_reduce" in (caught.value.stacks or {})["0"]
     else:
         assert launcher.run(leave_rank_zero, does, str(tmp_path / "witness")) == "evaluated"
-    handle = launcher.find()
+    handle = find(launcher)
     assert handle is not None
     place = "waits in a collective, " if does == "waits" else "works, "
     (line,) = [line for line in handle.logs(rank=0) if "rank 1 returned, without other progress" in line]

@@ -14,9 +14,8 @@ from rankzero import RunHandle, store
 from rankzero.driver import recorder as recorders
 from rankzero.driver.recorder import Recorder
 from rankzero.masking import Mask
-from rankzero.run.directory import Submission
+from rankzero.run.directory import LINES, Submission
 from rankzero.run.growing import Stream
-from rankzero.run.names import LINES
 
 WAIT = 60.0
 

@@ -518,7 +518,7 @@ def kept(stage: Stage) -> None:
     stage.assert_whole(attached.result(0))
     again = stage.launcher.submit(train, **stage.arguments)
     stage.assert_whole(again.result(0))
-    assert again.submission == 0
+    assert again.job.submission == 0
 
 
 def hurt_driver_in_commit(stage: Stage, handle: RunHandle[Any]) -> None:

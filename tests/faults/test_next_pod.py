@@ -74,7 +74,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[], Pod]]:
 
 def await_checkpoint(directory: Path) -> None:
     run = RunDirectory(str(directory / "store" / "nightly"))
-    until(lambda: run.find_job() and run.current().status().checkpoint, WAIT, "one")
+    until(lambda: run.newest()[1] and run.current().status().checkpoint, WAIT, "one")
 
 
 @on_namespaces

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.conftest import ROOT, until, wait_until_gone
+from tests.conftest import ROOT, find, until, wait_until_gone
 
 from rankzero import EngineError, Launcher, RunHandle
 
@@ -84,7 +84,7 @@ def test_a_driver_that_cannot_be_started_leaves_a_run_that_has_failed(
         )
         with pytest.raises(RuntimeError, match="new thread"):
             launcher.run(os.getpid)
-    handle = launcher.find()
+    handle = find(launcher)
     assert handle is not None
     with pytest.raises(EngineError, match="the driver could not be started: RuntimeError: can't start new thread"):
         handle.result(WAIT)

@@ -97,7 +97,7 @@ def test_checkpoints_and_the_result_outlive_a_power_failure(
     disk.fail()
 
     again = launcher.submit(train, str(folder), "training")
-    assert again.submission == 1
+    assert again.job.submission == 1
     value = again.result(WAIT)
     assert (value["value"], value["history"]) == (expected(STEPS, 1), [[0, 0], [1, HOLD_AT]])
     until(lambda: processes_with(marker) == [], WAIT, "the end of its processes")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import processes_with, until, wait_until_gone
+from tests.conftest import find, processes_with, until, wait_until_gone
 from tests.faults.kit import TasksEngine
 from tests.runs import folder_of
 
@@ -62,7 +62,7 @@ def test_the_failing_rank_and_its_cause_are_named(launcher: Launcher, how: str, 
     launcher = launcher.options(run_id="failing")
     with pytest.raises(WorkerFailedError) as caught:
         launcher.run(fail, how, who)
-    handle = launcher.find()
+    handle = find(launcher)
     assert handle is not None
     error = caught.value
     assert error.rank == who

@@ -5,6 +5,8 @@ import threading
 import time
 from typing import Any
 
+from tests.conftest import find
+
 import rankzero.compat.horovod.torch as hvd
 import rankzero.train as rt
 from rankzero import Launcher
@@ -85,7 +87,7 @@ def test_a_status_holds_a_bounded_number_of_metrics_and_of_checks_beside_them(la
 
     launcher = launcher.options(num_processes=1, run_id="checks")
     launcher.run(train)
-    handle = launcher.find()
+    handle = find(launcher)
     assert handle
     metrics = handle.status().metrics
     assert metrics["check/finite"] is True
@@ -98,7 +100,7 @@ def test_a_metric_may_have_the_name_of_an_own_column(launcher: Launcher) -> None
     launcher = launcher.options(num_processes=1, run_id="one")
     before = time.time()
     launcher.run(lambda: rt.report({"time": 12.5, "rank": 0.75, "loss": 1.0}))
-    handle = launcher.find()
+    handle = find(launcher)
     assert handle
     (row,) = handle.metrics()
     assert before < row.pop("time") < time.time()

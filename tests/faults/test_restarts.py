@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.conftest import find
 
 from rankzero import (
     CheckpointConfig,
@@ -26,7 +27,7 @@ def test_the_budget_ends_and_the_last_failure_is_raised(launcher: Launcher) -> N
     with pytest.raises(WorkerFailedError) as caught:
         launcher.run(lambda: os.kill(os.getpid(), signal.SIGKILL))
     assert (caught.value.rank, caught.value.signal) == (0, "SIGKILL")
-    handle = launcher.find()
+    handle = find(launcher)
     assert handle
     assert handle.status().attempt == 2
 
@@ -85,7 +86,7 @@ def test_the_newest_or_the_best_are_kept(launcher: Launcher, config: CheckpointC
 
     launcher = launcher.options(num_processes=1, checkpoints=config, run_id="run")
     launcher.run(report)
-    handle = launcher.find()
+    handle = find(launcher)
     assert handle
     assert [manifest.index for manifest in handle.checkpoints()] == kept
     folders = os.listdir(handle.own.path("checkpoints"))
@@ -132,7 +133,7 @@ def test_a_checkpoint_that_a_rank_finds_damaged_is_not_used_again(launcher: Laun
     launcher = launcher.options(num_processes=1, run_id="run")
     with pytest.raises(WorkerFailedError, match="behind two checkpoints"):
         launcher.run(report_two)
-    handle = launcher.find()
+    handle = find(launcher)
     assert handle
     newest = handle.checkpoints()[-1]
     file = store.join(newest.folder, newest.parts["0"]["file"])

@@ -20,6 +20,7 @@ from tests.faults import kit
 from tests.faults.trainings import HOLD_AT, LOOK, STEPS, expected, note, train
 
 from rankzero import Launcher, ResultError, RetryableError, RunCancelledError, RunHandle, WorkerFailedError
+from rankzero.pipeline import open_run
 from rankzero.run.directory import RunDirectory
 from rankzero.store import files
 
@@ -179,7 +180,7 @@ def test_a_cancel_reaches_the_driver_that_this_process_started_although_the_stor
     with ThreadPoolExecutor(1) as executor, ExitStack() as stack:
         if silent == "run":
             # A driver in a thread of this process.
-            handle = stack.enter_context(launcher.owned(wait_without_end, (str(tmp_path),), {}))
+            handle = stack.enter_context(open_run(launcher, wait_without_end, (str(tmp_path),), {}))
         else:
             handle = launcher.submit(wait_without_end, str(tmp_path))
         until(lambda: (tmp_path / "trains").exists(), WAIT, "a rank")

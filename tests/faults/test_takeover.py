@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.conftest import ROOT, until, wait_until_gone
+from tests.conftest import ROOT, find, until, wait_until_gone
 
 from rankzero import Launcher
 from rankzero.run.checkpoints import list_committed
@@ -60,7 +60,7 @@ def test_a_driver_that_was_stopped_while_another_submission_took_over_harms_noth
         status = old.own.status()
         until(lambda: time.time() - old.own.status().heartbeat > 2 * status.interval, WAIT, "its silence")
         new = launcher.options(env={**(launcher.env or {}), "MARK": "of the next one"}).submit(train, str(tmp_path))
-        assert new.submission == 1
+        assert new.job.submission == 1
         assert wait_until_gone(f"MARK={marker}") in ([], [driver.pid]), "its ranks had ended before"
         assert old.status().final
         left = {manifest.id for manifest in list_committed([old.own.directory])}
@@ -88,7 +88,7 @@ from rankzero import Launcher
 for line in sys.stdin:
     store, name = line.split()
     handle = Launcher(1, store=store, run_id=name).submit(max, 1, 2)
-    print(handle.nonce, handle.result(), flush=True)
+    print(handle.job.nonce, handle.result(), flush=True)
 """
 
 
@@ -107,9 +107,9 @@ def test_of_two_submitters_that_come_at_once_one_starts_the_run(launcher: Launch
                 assert submitter.stdin
                 submitter.stdin.write(f"{store} run-{number}\n")
             answers = {submitter.stdout.readline() for submitter in submitters if submitter.stdout}
-            handle = launcher.options(run_id=f"run-{number}").find()
+            handle = find(launcher.options(run_id=f"run-{number}"))
             assert handle
-            assert answers == {f"{handle.nonce} 2\n"}
+            assert answers == {f"{handle.job.nonce} 2\n"}
             assert set(handle.own.run.names()) == {"0.json", handle.own.name}
     finally:
         for submitter in submitters:

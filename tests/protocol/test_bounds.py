@@ -6,7 +6,7 @@ from rankzero import InvalidJobError, Launcher, bounds
 from rankzero.agent import supervise
 from rankzero.channel import connection, server
 from rankzero.driver import attempt, hangs, places, storage, watch
-from rankzero.run import lease
+from rankzero.run import directory, tries
 from rankzero.store import leftovers
 from rankzero.submit import durable
 
@@ -81,5 +81,5 @@ def test_a_rank_waits_for_its_checkpoints_as_long_as_the_driver_tries_to_store_t
 
 
 def test_a_lease_outlasts_the_renewals_that_its_follower_may_miss() -> None:
-    assert lease.RENEWAL_INTERVAL < lease.RENEWAL_INTERVAL_REMOTE
-    assert watch.MISSED_RENEWALS * lease.RENEWAL_INTERVAL_REMOTE < lease.SCHEDULING_SLACK <= lease.DETACHED_LEASE
+    assert directory.RENEWAL_INTERVAL < directory.RENEWAL_INTERVAL_REMOTE
+    assert watch.MISSED_RENEWALS * directory.RENEWAL_INTERVAL_REMOTE < tries.SCHEDULING_SLACK <= tries.DETACHED_LEASE

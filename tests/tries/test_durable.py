@@ -15,10 +15,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tests.conftest import until
+from tests.conftest import find, until
 from tests.tries.identities import identity_by
 
 from rankzero import InvalidJobError, Launcher, RunCancelledError, RunHandle
+from rankzero.pipeline import open_run
 
 LOG = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ def script(tmp_path: Path, helper: Path) -> Path:
 def durable(launcher: Launcher, tmp_path: Path) -> Iterator[Launcher]:
     launcher = launcher.options(num_processes=1, run_id="one", orphan_timeout=60.0)
     yield launcher
-    if handle := launcher.find():
+    if handle := find(launcher):
         handle.cancel()
         handle.wait(60)
 
@@ -90,10 +91,10 @@ def leave(
 ) -> RunHandle[Any]:
     with (
         pytest.raises(Interrupted),
-        launcher.durable(str(script), args, {}, Try(generation, retrier), LOG) as opened,
+        open_run(launcher, str(script), args, {}, Try(generation, retrier), LOG) as handle,
     ):
         raise Interrupted
-    return opened.handle
+    return handle
 
 
 def test_a_run_to_which_no_try_can_come_back_is_not_left_to_its_lease(
@@ -142,17 +143,17 @@ class Repeated(Try):
 def test_a_repeated_step_resumes_if_its_delivered_result_was_deleted(
     durable: Launcher, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with durable.durable(count_starts, (), {}, Try("scheduled"), LOG) as opened:
-        assert opened.handle.result(60) == 0
-        opened.handle.offer({"step": "train"})
-        opened.handle.acknowledge()
-    with durable.durable(count_starts, (), {}, Repeated("scheduled"), LOG) as opened:
-        assert opened.attached
-        assert opened.handle.result(60) == 0
-    shutil.rmtree(opened.handle.own.path("result"))
-    with durable.durable(count_starts, (), {}, Repeated("scheduled"), LOG) as opened:
-        assert not opened.attached
-        assert opened.handle.result(60) == 1
+    with open_run(durable, count_starts, (), {}, Try("scheduled"), LOG) as handle:
+        assert handle.result(60) == 0
+        handle.offer({"step": "train"})
+        handle.acknowledge()
+    with open_run(durable, count_starts, (), {}, Repeated("scheduled"), LOG) as handle:
+        assert handle.attached
+        assert handle.result(60) == 0
+    shutil.rmtree(handle.own.path("result"))
+    with open_run(durable, count_starts, (), {}, Repeated("scheduled"), LOG) as handle:
+        assert not handle.attached
+        assert handle.result(60) == 1
     assert "was deleted, so it resumes from its last checkpoint" in caplog.text
 
 
@@ -186,40 +187,26 @@ def test_rows_that_are_appended_between_two_tries_end_no_training(
     leave(launcher, script, (end,), "scheduled")
     until(Path(f"{end}-awaited").exists, 60, "a training that has opened its dataset")
     append(data, "b", 5)
-    with launcher.durable(str(script), (end,), {}, Try("scheduled"), LOG) as opened:
-        assert opened.attached
+    with open_run(launcher, str(script), (end,), {}, Try("scheduled"), LOG) as handle:
+        assert handle.attached
         Path(end).touch()
-        assert opened.handle.result(60) == [10, True]
+        assert handle.result(60) == [10, True]
     # A user who runs it again wants the new rows.
-    with launcher.durable(str(script), (end,), {}, Try("cleared"), LOG) as opened:
-        assert opened.handle.result(60) == [15, True]
+    with open_run(launcher, str(script), (end,), {}, Try("cleared"), LOG) as handle:
+        assert handle.result(60) == [15, True]
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ("append", [10, False]),
-        *(pytest.param(*case, marks=pytest.mark.soak) for case in (("overwrite", [5, True]), ("other", [3, True]))),
-    ],
-)
-def test_an_automatic_try_of_a_training_that_failed_reads_the_files_of_before(
-    counting: tuple[Launcher, Path, Path], tmp_path: Path, change: str, expected: list[Any]
+def test_a_try_of_a_training_that_failed_begins_again_with_rows_that_were_appended(
+    counting: tuple[Launcher, Path, Path], tmp_path: Path
 ) -> None:
     launcher, script, data = counting
     end = tmp_path / "end"
     end.write_text("fail")
     leave(launcher, script, (str(end),), "scheduled").wait(60)
-    if change == "append":
-        append(data, "b", 5)
-    elif change == "overwrite":
-        append(data, "a", 5)
-    else:
-        (tmp_path / "other").mkdir()
-        append(tmp_path / "other", "a", 3)
-        launcher = launcher.options(dataset=str(tmp_path / "other"))
+    append(data, "b", 5)
     end.write_text("")
-    with launcher.durable(str(script), (str(end),), {}, Try("scheduled"), LOG) as opened:
-        assert opened.handle.result(60) == expected
+    with open_run(launcher, str(script), (str(end),), {}, Try("scheduled"), LOG) as handle:
+        assert handle.result(60) == [15, True]
 
 
 def test_the_identity_is_that_of_the_code_that_is_sent(
@@ -240,6 +227,6 @@ def test_the_identity_is_that_of_the_code_that_is_sent(
     monkeypatch.setattr(pq, "ParquetFile", read_for_long)
     handle = launcher.submit(script, str(go))
     assert handle.result(60) == 1
-    assert handle.job.identity == sent.digest
+    assert handle.job.identity_parts == sent
     monkeypatch.undo()
     assert identity_by(launcher, script, (str(go),), {}) != sent

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pandas
 import pytest
 from tests.conftest import until
 from tests.runs import submitted
@@ -23,8 +22,8 @@ from tests.tries.test_durable import Try
 
 from rankzero import EngineError, InvalidJobError, Launcher, RunCancelledError
 from rankzero.host.processes import describe_process
+from rankzero.pipeline import open_run
 from rankzero.run.directory import RunDirectory, Submission
-from rankzero.run.identity import Identity
 from rankzero.run.observer import CANCEL
 from rankzero.run.status import RunStatus
 from rankzero.submit import existing
@@ -58,10 +57,10 @@ def run(single: Launcher) -> RunDirectory:
 
 
 def submit(
-    run: RunDirectory, training: Identity, number: int, status: RunStatus, owner: dict[str, Any] | None = None
+    run: RunDirectory, training: dict[str, str], number: int, status: RunStatus, owner: dict[str, Any] | None = None
 ) -> Submission:
     """Submits a training, and writes the status of its driver."""
-    facts = {"identity": training.digest, "identity_parts": dict(training.parts), "generation": "scheduled"}
+    facts = {"identity_parts": training, "generation": "scheduled"}
     status = replace(status, attempt=number, heartbeat=time.time(), driver_host="host")
     return submitted(
         run.directory, status, submission=number, first_attempt=number, owner=owner, nonce=f"{number:016x}", **facts
@@ -76,7 +75,7 @@ def of_driver(state: str, pid: int, **facts: Any) -> RunStatus:
 class Meanwhile:
     """Submits a run once."""
 
-    def __init__(self, run: RunDirectory, training: Identity, status: RunStatus) -> None:
+    def __init__(self, run: RunDirectory, training: dict[str, str], status: RunStatus) -> None:
         self.act: Callable[[], None] | None = lambda: submit(run, training, 1, status)
 
     def __call__(self) -> None:
@@ -95,12 +94,12 @@ def test_a_try_follows_the_submission_that_came_while_it_computed_a_checksum(
     value: dict[str, Any] = {"value": [7], "result": {"uri": str(path)}}
     status = of_driver(state, os.getpid(), **(value if state == "succeeded" else {}))
     meanwhile = Meanwhile(run, identity_by(single, len, (Slow(),), {}), status)
-    with single.durable(len, (Slow(meanwhile),), {}, Try("scheduled"), LOG) as opened:
-        assert opened.attached
-        assert opened.handle.status().state == state
-        own = opened.handle.own
+    with open_run(single, len, (Slow(meanwhile),), {}, Try("scheduled"), LOG) as handle:
+        assert handle.attached
+        assert handle.status().state == state
+        own = handle.own
         own.write_status(replace(own.status(), state="succeeded", **value))
-        assert opened.handle.result() == 7
+        assert handle.result() == 7
 
 
 def test_a_run_whose_newest_folder_was_deleted_goes_on(single: Launcher, run: RunDirectory) -> None:
@@ -111,20 +110,12 @@ def test_a_run_whose_newest_folder_was_deleted_goes_on(single: Launcher, run: Ru
     assert single.submit(len, Slow()).result() == 4
 
 
-@pytest.mark.parametrize(("name", "is_folder"), [("datasets.json", True), ("checkpoints", False)])
-def test_a_store_that_fails_while_the_next_submission_is_made_is_named(
-    single: Launcher, run: RunDirectory, tmp_path: Path, name: str, is_folder: bool
-) -> None:
-    rows = tmp_path / "rows.parquet"
-    pandas.DataFrame({"x": [1]}).to_parquet(rows)
-    place = Path(run.current().path(name))
-    if is_folder:
-        place.mkdir()
-    else:
-        place.rmdir()
-        place.touch()
-    with pytest.raises(InvalidJobError, match=f"store cannot be .*{name}"):
-        single.options(dataset=str(rows)).submit(len, Slow())
+def test_a_store_that_fails_while_the_next_submission_is_made_is_named(single: Launcher, run: RunDirectory) -> None:
+    place = Path(run.current().path("checkpoints"))
+    place.rmdir()
+    place.touch()
+    with pytest.raises(InvalidJobError, match="store cannot be .*checkpoints"):
+        single.submit(len, Slow())
 
 
 @pytest.fixture
@@ -141,10 +132,10 @@ def driver() -> Iterator[subprocess.Popen[bytes]]:
 def test_another_training_that_came_while_a_try_computed_a_checksum_is_ended(
     single: Launcher, run: RunDirectory, driver: subprocess.Popen[bytes]
 ) -> None:
-    meanwhile = Meanwhile(run, Identity.of(train="other"), of_driver("running", driver.pid))
-    with single.durable(len, (Slow(meanwhile),), {}, Try("cleared"), LOG) as opened:
-        assert not opened.attached
-        assert opened.handle.result(60) == 4
+    meanwhile = Meanwhile(run, {"train": "other"}, of_driver("running", driver.pid))
+    with open_run(single, len, (Slow(meanwhile),), {}, Try("cleared"), LOG) as handle:
+        assert not handle.attached
+        assert handle.result(60) == 4
     job = run.job_of(1)
     assert job
     request = Submission(run, job).cancel_request()
@@ -184,8 +175,8 @@ def test_a_try_that_comes_while_a_run_cancels_itself_waits_and_resumes_it(
         await_end(own)
 
     monkeypatch.setattr(existing, "await_end", end_when_awaited)
-    with single.durable(end_late, (str(tmp_path),), {}, Try("scheduled"), LOG) as opened:
-        assert not opened.attached
-        assert opened.handle.result(60) == "resumed"
+    with open_run(single, end_late, (str(tmp_path),), {}, Try("scheduled"), LOG) as again:
+        assert not again.attached
+        assert again.result(60) == "resumed"
     with pytest.raises(RunCancelledError, match="the driver got SIGTERM"):
         handle.result()

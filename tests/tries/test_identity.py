@@ -25,7 +25,7 @@ from tests.loading import load_module
 from tests.tries.identities import identity_by, identity_of
 
 from rankzero import Launcher, ResultRef, SparkEngine
-from rankzero.run.identity import compare, describe
+from rankzero.run.identity import compare, describe, digest_of_parts
 from rankzero.submit import pack
 
 
@@ -62,7 +62,7 @@ def of_all_kinds() -> dict[str, str]:
         if name != "lock":
             values[name] = make()
     halves = [dict(itertools.islice(values.items(), first, None, 2)) for first in (0, 1)]
-    parts = dict(part for half in halves for part in identity_of(take, (), half, 1).parts)
+    parts = dict(part for half in halves for part in identity_of(take, (), half, 1).items())
     return {name: parts[f"argument {name}"] for name in values}
 
 
@@ -119,7 +119,7 @@ def test_what_differs_has_a_name(helper: Path) -> None:
     after = identity_of(module.scale, (2,), {}, 4)
     compared = compare(before, after)
     assert compared.differing == ("argument x", f"module {helper.stem}_rates", "num_processes")
-    assert describe(compared.differing) == f"num_processes, argument x and module {helper.stem}_rates"
+    assert describe(compared.differing) == f"num_processes, argument x, module {helper.stem}_rates"
     by_version = [identity_of(module.scale, (1,), {}, 2, code_version=version) for version in ("1", "2")]
     assert compare(*by_version).differing == ("code_version",)
     assert compare(before, by_version[0]).differing == ("code_version",)
@@ -264,7 +264,7 @@ def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def of(train: object, *args: object, world_size: int = 2, **more: Any) -> str:
-    made = identity_of(train, args, {}, world_size, **more).digest
+    made = digest_of_parts(identity_of(train, args, {}, world_size, **more))
     assert len(made) == 16
     return made
 
@@ -372,6 +372,7 @@ import pydantic, torch
 from dataclasses import dataclass, field, make_dataclass
 from typing import Generic, NamedTuple, TypeVar
 from tests.tries.identities import identity_of
+from rankzero.run.identity import digest_of_parts
 
 Item = TypeVar("Item")
 
@@ -440,7 +441,7 @@ def train(value): pass
 [autograd(0) for _ in range(len(sys.argv))]
 KINDS = (several, autograd, generic, cached, Lazy, made, noted, partial, versioned, lambda lr: Model(lr=lr))
 for make in (Named, lambda lr: Pairs(lr=lr), lambda lr: Rows([lr]), Rate, Slots, Slot, Stateful, Loop, *KINDS):
-    print(*(identity_of(train, (make(lr),), {}, 1).digest for lr in (0.1, 0.1, 0.5)))
+    print(*(digest_of_parts(identity_of(train, (make(lr),), {}, 1)) for lr in (0.1, 0.1, 0.5)))
 """
 
 
@@ -464,7 +465,7 @@ def test_what_a_try_covers_counts() -> None:
         made.append(names["f"])
     both, second = made
     assert both.__code__.co_code == second.__code__.co_code
-    assert identity_of(both, (), {}, 1).digest != identity_of(second, (), {}, 1).digest
+    assert identity_of(both, (), {}, 1) != identity_of(second, (), {}, 1)
 
 
 def test_objects_of_every_kind_of_class_count_by_content() -> None:
@@ -628,9 +629,9 @@ def test_data_files_of_a_package_in_a_folder_without_init_are_shipped_and_count(
 def test_a_query_that_the_driver_computes_counts_anew_for_each_chain_of_tries(query: str) -> None:
     launcher = Launcher(1, engine=SparkEngine(master="local[1]"), dataset=query)
     chains = ("", "try of a user", "clear of a user")
-    digests = [identity_by(launcher, print_it, (1,), {}, generation=chain).digest for chain in chains]
-    assert digests == [identity_by(launcher, print_it, (1,), {}, generation=chain).digest for chain in chains]
-    assert len(set(digests)) == 3
+    parts = [identity_by(launcher, print_it, (1,), {}, generation=chain) for chain in chains]
+    assert parts == [identity_by(launcher, print_it, (1,), {}, generation=chain) for chain in chains]
+    assert len({each["dataset train"] for each in parts}) == 3
 
 
 # -- functions whose name in their module belongs to a wrapper ---------------------------------
@@ -665,5 +666,5 @@ def test_a_distributed_function_counts_by_its_name_and_its_modules(helper: Path,
 def test_an_option_and_a_positional_argument_of_one_name_both_count() -> None:
     def train(x: int, /, **options: int) -> None: ...
 
-    calls = [identity_of(train, (x,), {"x": option}, 1).digest for x, option in ((1, 5), (2, 5), (1, 6))]
+    calls = [digest_of_parts(identity_of(train, (x,), {"x": option}, 1)) for x, option in ((1, 5), (2, 5), (1, 6))]
     assert len(set(calls)) == 3

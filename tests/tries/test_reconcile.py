@@ -5,12 +5,12 @@ import itertools
 import pytest
 
 from rankzero.run.identity import Decision, decide
-from rankzero.run.lease import lease, longest_delay, power
+from rankzero.run.tries import lease, longest_delay, power
 
 ATTACH, DELIVER, RESUME, FRESH = Decision
 
 FACTS = {"same": "same_training", "repeated": "same_generation"}
-FACTS |= {name: name for name in ("acknowledged", "ending", "by_name", "automatic")}
+FACTS |= {name: name for name in ("acknowledged", "by_name", "automatic")}
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,6 @@ FACTS |= {name: name for name in ("acknowledged", "ending", "by_name", "automati
         pytest.param("pending", "same", ATTACH, id="submitted, its driver not there yet"),
         pytest.param("running", "same", ATTACH, id="it lives"),
         pytest.param("running", "same repeated", ATTACH, id="it lives, and its try was killed"),
-        pytest.param("running", "same ending", RESUME, id="a user has ended it, and wants it again"),
         pytest.param("failed", "same", RESUME, id="it failed, or its driver died"),
         pytest.param("cancelled", "same", RESUME, id="it was ended"),
         pytest.param("failed", "same acknowledged", FRESH, id="a submission after a delivery died half-way"),
@@ -35,7 +34,6 @@ FACTS |= {name: name for name in ("acknowledged", "ending", "by_name", "automati
         pytest.param("running", "same by_name", ATTACH, id="it lives"),
         pytest.param("running", "by_name", FRESH, id="another one lives: it is refused"),
         pytest.param("running", "automatic", ATTACH, id="it lives"),
-        pytest.param("running", "ending automatic", FRESH, id="it was asked to stop"),
         pytest.param("succeeded", "automatic", DELIVER, id="nobody has got the result"),
         pytest.param("succeeded", "acknowledged automatic", FRESH, id="a delivered result is not given twice"),
         pytest.param("failed", "automatic", FRESH, id="its checkpoints are of other arguments"),
@@ -48,8 +46,8 @@ def test_what_an_existing_run_means(state: str, facts: str, decision: Decision) 
 
 @pytest.mark.parametrize("state", ["pending", "starting", "running", "succeeded", "failed", "cancelled"])
 def test_another_training_lends_nothing(state: str) -> None:
-    for acknowledged, ending, repeated in itertools.product([False, True], repeat=3):
-        decided = decide(state, same_training=False, acknowledged=acknowledged, ending=ending, same_generation=repeated)
+    for acknowledged, repeated in itertools.product([False, True], repeat=2):
+        decided = decide(state, same_training=False, acknowledged=acknowledged, same_generation=repeated)
         assert decided is FRESH
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import until
+from tests.conftest import find, until
 
 from rankzero import (
     InvalidJobError,
@@ -51,7 +51,7 @@ def test_a_handle_returns_the_value_of_its_own_submission(single: Launcher, tmp_
     until((tmp_path / "last-begun").exists, 60, "the last training")
     # A handle that another process makes now is one of the last submission.
     attached = RunHandle.attach(last.directory)
-    assert attached.submission == last.submission == 2
+    assert attached.job.submission == last.job.submission == 2
     # The status may be written after the first rank has begun.
     until(lambda: attached.status().state == "running", 60, "the status")
     assert one.result(1) == "one"
@@ -66,7 +66,7 @@ def test_a_handle_returns_the_value_of_its_own_submission(single: Launcher, tmp_
     assert not last.delivery().acknowledged
     (tmp_path / "last-go").touch()
     assert last.result(60) == "last"
-    assert single.submit(train, "last", folder).submission == last.submission, "its value is not delivered yet"
+    assert single.submit(train, "last", folder).job.submission == last.job.submission, "its value is not delivered yet"
 
 
 def test_without_a_value_there_is_nothing_to_acknowledge(single: Launcher, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_value_is_delivered_from_a_store_that_was_moved(single: Launcher, tmp_
     assert before.wait(60)
     os.rename(tmp_path / "store", tmp_path / "moved")
     handle = single.options(store=tmp_path / "moved").submit(train, "one", str(tmp_path))
-    assert (handle.submission, handle.result(1)) == (0, "one")
+    assert (handle.job.submission, handle.result(1)) == (0, "one")
     assert handle.result_ref().uri.startswith(f"{tmp_path}/moved/same/submissions/")
     assert handle.result_ref().load() == "one"
 
@@ -165,10 +165,10 @@ def test_a_fresh_training_leaves_the_checkpoints_of_the_one_before(
 ) -> None:
     launcher = launcher.options(num_processes=1, run_id="same")
     assert launcher.run(report_three, 0.1) == 0.1
-    handles = [launcher.find()]
+    handles = [find(launcher)]
     # Another one; then the same one after its delivery.
     for lr in (0.2, 0.2):
         assert launcher.run(report_three, lr) == lr
-        handles.append(launcher.find())
+        handles.append(find(launcher))
     folders = [handle.own.directory for handle in handles if handle]
     assert len(list_committed(folders)) == 3 * len(list_committed(folders[-1:]))

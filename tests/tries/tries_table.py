@@ -167,7 +167,7 @@ class Place:
             result: What the orchestrator has in the end.
         """
         begun = self.begun()
-        submissions = sum(handle.submission + 1 for handle in self.runs())
+        submissions = sum(handle.job.submission + 1 for handle in self.runs())
         if outcome == "ends":
             assert wait_until_gone(f"OF_RANK={self.mark}") == []
             assert self.run().status().state == "cancelled"

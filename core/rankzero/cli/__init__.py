@@ -5,6 +5,7 @@ Shell completion is click's: ``eval "$(_RANKZERO_COMPLETE=bash_source rankzero)"
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -80,17 +81,12 @@ def gc(ctx: click.Context, store: str | None, older_than: float, dry_run: bool, 
     root = words.existing_store(store)
     collection = collect(root, older_than, dry_run)
     if as_json:
-        words.print_json(collection.to_json())
+        words.print_json(asdict(collection))
     else:
-        for removed in [*collection.removed, *collection.replaced]:
-            since = words.moment(removed.since)
-            click.echo(f"{since}  {removed.state:<9}  {words.size(removed.size):>9}  {removed.directory}")
+        for removed in collection.removed:
+            click.echo(f"{words.moment(removed.since)}  {removed.state:<9}  {removed.directory}")
         done = "would remove" if dry_run else "removed"
-        click.echo(
-            f"{done} {len(collection.removed)} of {len(collection.removed) + collection.kept} run directories, "
-            + (f"{len(collection.replaced)} replaced submissions, " if collection.replaced else "")
-            + words.size(collection.size)
-        )
+        click.echo(f"{done} {len(collection.removed)}, {collection.kept} runs stay")
     for directory, problem in collection.problems.items():
         click.echo(f"Error: {directory}: {problem.splitlines()[0]}", err=True)
     if collection.problems:

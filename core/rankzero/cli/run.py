@@ -130,6 +130,7 @@ def _cancelled_by_signals() -> Iterator[None]:
 
 
 def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool, **options: Any) -> int:
+    from rankzero.launcher import acknowledge, open_run
     from rankzero.run.printing import print_line
 
     handle: RunHandle[Any] | None = None
@@ -139,20 +140,21 @@ def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool
             train, arguments = [*train, *arguments], ()
         launcher = _launcher(**options)
         if detach:
-            if launcher.run_id and (before := launcher.find()) and before.status().state == "succeeded":
-                # As without --detach: after a success it trains again.
-                launcher._acknowledge(before)
             handle = launcher.submit(train, *arguments)
+            if handle.attached and handle.status().state == "succeeded":
+                # As without --detach: after a success it trains again.
+                handle.acknowledge()
+                handle = launcher.submit(train, *arguments)
             if as_json:
                 words.print_json({"id": handle.id, "directory": handle.directory})
             else:
                 click.echo(handle.directory)
             return 0
-        with launcher.owned(train, arguments, {}) as handle:
+        with open_run(launcher, train, arguments, {}) as handle:
             for line in handle.lines(follow=True, earlier=False):
                 print_line(line.prefixed, handle.id)
         handle.result_ref()
-        launcher._acknowledge(handle)
+        acknowledge(handle)
     except RankZeroError as error:
         click.echo(f"{type(error).__name__}: {error}\n{error.code}: docs/errors.md#{error.code.lower()}", err=True)
         return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)

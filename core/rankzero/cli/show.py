@@ -20,11 +20,10 @@ from rankzero.options import TABLE
 from rankzero.report import serve as served
 from rankzero.report.card import duration
 from rankzero.report.summary import usage
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import LINES, RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.identity import describe
-from rankzero.run.listing import UNKNOWN, Listed, find_run, list_runs
-from rankzero.run.names import LINES
+from rankzero.run.listing import Listed, find_run, list_runs
 from rankzero.run.output import Line, parsed
 from rankzero.run.status import STATES, RunStatus
 
@@ -211,16 +210,13 @@ def runs(
 def _as_json(one: Listed) -> dict[str, Any]:
     job = one.job
     own = {"id": job.run_id, "directory": one.directory, "name": job.name, "world": job.world, "created": job.created}
-    facts = {"problem": one.problem} if one.problem else {}
     used = usage(job, one.status, time.time())
-    return {**facts, **own, "labels": job.labels, **asdict(one.status), "used": used}
+    return {**own, "labels": job.labels, **asdict(one.status), "used": used}
 
 
 def _cells(one: Listed) -> tuple[str, ...]:
     """Returns the texts of a run's row: each is one printable line."""
     job, status = one.job, one.status
-    if one.problem:
-        return job.run_id, *[status.state] * 5, one.problem
     now = time.time()
     took = "" if status.started is None else duration(round(max(0.0, (status.ended or now) - status.started), 1))
     numbers = {name: value for name, value in status.metrics.items() if type(value) in (int, float)}
@@ -242,7 +238,7 @@ def _short(number: float) -> str:
     try:
         return f"{number:.4g}"
     except OverflowError:
-        return UNKNOWN
+        return "?"
 
 
 def _show_table(find: Callable[[], Sequence[Listed]], *, watch: bool) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rankzero.errors import InvalidJobError
-from rankzero.run.names import DATASETS_FILE
+from rankzero.run.directory import DATASETS_FILE
 
 FILE = DATASETS_FILE
 """Name of the file in a submission's folder that holds the manifests by name of the dataset."""
@@ -45,7 +45,6 @@ class Manifest:
         lengths: By name, the length of the arrays or vectors of a column that have the same length in every row.
         digest: Digest of the content, which does not depend on its location.
         folder: Folder of the files if they belong to the run; else None.
-        source: The path or query that the user gave, or another name of it; None if it is unknown.
     """
 
     schema: str
@@ -54,7 +53,6 @@ class Manifest:
     digest: str
     lengths: Mapping[str, int] = field(default_factory=dict)
     folder: str | None = None
-    source: str | None = None
 
     @property
     def rows(self) -> int:

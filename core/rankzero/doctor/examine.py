@@ -18,7 +18,7 @@ from rankzero.doctor.findings import OK, PROBLEM, Finding, collect_facts, judge
 from rankzero.engines.base import Engine
 from rankzero.errors import RankZeroError
 from rankzero.job import Job, new_run_id
-from rankzero.launcher import Launcher
+from rankzero.launcher import Launcher, open_run
 from rankzero.run.handle import RunHandle
 from rankzero.threads import in_thread
 
@@ -93,7 +93,7 @@ def examine(
     url = root if stores.is_url(root) else None
     handle: RunHandle[Any] | None = None
     try:
-        with launcher.owned(collect_facts, (url, nonce), {}) as handle:
+        with open_run(launcher, collect_facts, (url, nonce), {}) as handle:
             handle.wait()
         ranks: list[dict[str, Any]] = handle.result()
         findings += judge(ranks, handle.status().started, store=root)

@@ -33,9 +33,8 @@ from rankzero.errors import (
     RunCancelledError,
 )
 from rankzero.masking import Mask, secrets_of, without_credentials
-from rankzero.run.directory import Submission
+from rankzero.run.directory import EVENTS, REPORT_FILE, Submission
 from rankzero.run.handle import RunHandle
-from rankzero.run.names import EVENTS, REPORT_FILE
 from rankzero.run.output import events_of
 from rankzero.threads import ActionThread, in_thread, reply_of
 from rankzero.tracking.tracker import Tracker
@@ -217,11 +216,6 @@ class DriverThread(threading.Thread):
         finally:
             self._has_ended = True
             self._end.put(None)
-
-    @property
-    def pid(self) -> int:
-        """The process id of the caller's process."""
-        return os.getpid()
 
     def poll(self) -> int | None:
         """Returns None while the driver runs, then 0, like `subprocess.Popen.poll`."""

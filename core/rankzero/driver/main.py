@@ -38,8 +38,7 @@ from rankzero.host.processes import (
     readable,
     settle_signals,
 )
-from rankzero.run.directory import RunDirectory, Submission
-from rankzero.run.names import DRIVER_LOG
+from rankzero.run.directory import DRIVER_LOG, RunDirectory, Submission
 from rankzero.run.observer import CANCEL
 from rankzero.task.stage import OVER
 from rankzero.threads import done_within, in_thread, reply_of

@@ -18,9 +18,8 @@ from rankzero.bounds import DRIVER_DEAD_AFTER, HEARTBEAT_INTERVAL, STORE_OUTAGE
 from rankzero.errors import ResultError
 from rankzero.host.processes import process_namespace, process_start
 from rankzero.masking import Mask
-from rankzero.run.directory import Submission
+from rankzero.run.directory import EVENTS, LINES, Submission
 from rankzero.run.growing import Appender, PieceWriter
-from rankzero.run.names import EVENTS, LINES
 from rankzero.run.output import stamped
 from rankzero.run.reports import CHECK_PREFIX, MOST_METRICS
 from rankzero.run.status import RunStatus, pace

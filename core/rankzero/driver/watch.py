@@ -15,7 +15,6 @@ from rankzero import bounds
 from rankzero.driver.recorder import Recorder
 from rankzero.errors import RunCancelledError, RunTimeoutError
 from rankzero.run.directory import Submission, bound_of
-from rankzero.run.lease import interval_of
 from rankzero.threads import reply_of
 
 logger = logging.getLogger(__name__)
@@ -175,7 +174,7 @@ class Watch:
         seconds = orphan_timeout if bound is None else min(orphan_timeout, bound)
         is_alone = self.retrier_gone.is_set()
         if is_alone:
-            seconds = min(seconds, MISSED_RENEWALS * interval_of(self._own, seconds))
+            seconds = min(seconds, MISSED_RENEWALS * self._own.renewal_interval(seconds))
         if lease != self._lease:
             self._lease, self._lease_seen = lease, now
         elif now - self._lease_seen > seconds:

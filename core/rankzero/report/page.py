@@ -17,8 +17,8 @@ from rankzero import store
 from rankzero.errors import RunNotFoundError
 from rankzero.job import Job
 from rankzero.report.summary import Summary, usage
+from rankzero.run.directory import LINES
 from rankzero.run.handle import RunHandle
-from rankzero.run.names import LINES
 from rankzero.run.output import parsed, tails
 from rankzero.run.reports import TOTALS, is_number
 from rankzero.run.status import RunStatus

@@ -22,7 +22,7 @@ from typing import Any
 
 from rankzero import store
 from rankzero.job import CheckpointConfig
-from rankzero.run.names import TABLES
+from rankzero.run.directory import TABLES
 
 logger = logging.getLogger(__name__)
 

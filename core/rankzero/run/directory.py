@@ -12,6 +12,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -22,15 +23,27 @@ from rankzero import bounds, store
 from rankzero.errors import RunNotFoundError
 from rankzero.host.processes import this_process
 from rankzero.job import Job
-from rankzero.run.names import DATASETS, OF_SUBMISSION, REPORT_FILE, SUBMISSIONS
 from rankzero.run.status import RunStatus
 from rankzero.values.pickled import Part
+
+SUBMISSIONS = "submissions"  # The folder of all submissions
+_OF_SUBMISSION = re.compile(r"([0-9]+)(?:\.json|-[0-9a-f]+)")  # The job there, which is its claim, and its folder
+REPORT_FILE = "report.html"  # The report, which shows the run in a browser, in the run directory itself
+
+# In the folder of a submission:
+EVENTS = "events.jsonl"
+LINES = "lines"  # The lines of all ranks, each as ``[rank] time text``
+DRIVER_LOG = "driver.log"  # The output of a driver with a process of its own, and of its JVM; not on an object store
+DATASETS_FILE = "datasets.json"  # The manifests of the datasets that the ranks read, by name
+TABLES = "tables"  # The folder of rows that ranks have written, with a folder for each attempt
+
+RENEWAL_INTERVAL = 10.0  # Most seconds between two renewals of a lease on a disk
+RENEWAL_INTERVAL_REMOTE = 60.0  # The same on an object store, where each is a request
 
 _job_from_json = functools.lru_cache(maxsize=4)(Job.from_json)
 """Parses a job. One launch reads the same text a dozen times."""
 
-_REMOVED = b'{"removed": true'
-"""The beginning of the file that takes the place of a job once the run is removed."""
+_REMOVED = b'{"removed": true'  # Begins the file that takes the place of a job once the run is removed
 
 
 class RunDirectory:
@@ -49,9 +62,9 @@ class RunDirectory:
         return self.path(SUBMISSIONS, f"{number}.json")
 
     def names(self) -> list[str]:
-        """Returns the names of all jobs and folders of submissions."""
+        """Returns the names of all jobs and folders of submissions; empty if rankzero has not made this directory."""
         with contextlib.suppress(NotADirectoryError):
-            return [name for name in store.list_names(self.path(SUBMISSIONS)) if OF_SUBMISSION.fullmatch(name)]
+            return [name for name in store.list_names(self.path(SUBMISSIONS)) if _OF_SUBMISSION.fullmatch(name)]
         return []
 
     def numbers(self) -> list[int]:
@@ -73,13 +86,9 @@ class RunDirectory:
         data = store.read_bytes(self.job_path(number))
         return None if data.startswith(_REMOVED) else _job_from_json(data)
 
-    def find_job(self) -> Job | None:
-        """Returns the job of the last submission; None if there is no run. Raises like `newest`."""
-        return self.newest()[1]
-
     def job(self) -> Job:
         """Returns the job of the last submission. Raises RunNotFoundError."""
-        if job := self.find_job():
+        if job := self.newest()[1]:
             return job
         raise RunNotFoundError(f"no run lives in {self.directory}")
 
@@ -116,11 +125,7 @@ class RunDirectory:
         known = {SUBMISSIONS, REPORT_FILE}
         names = [name for name in store.list_names(self.directory) if not (name in known or store.is_unfinished(name))]
         below = [name for name in store.list_names(self.path(SUBMISSIONS)) if not store.is_unfinished(name)]
-        return names + [f"{SUBMISSIONS}/{name}" for name in below if not OF_SUBMISSION.fullmatch(name)]
-
-    def is_own(self) -> bool:
-        """Returns True if rankzero has made this directory."""
-        return bool(self.names())
+        return names + [f"{SUBMISSIONS}/{name}" for name in below if not _OF_SUBMISSION.fullmatch(name)]
 
 
 @dataclass(frozen=True)
@@ -163,7 +168,7 @@ class Submission:
 
     def new_dataset(self, name: str) -> str:
         """Returns an unused location for the rows of a dataset."""
-        return self.path(DATASETS, f"{name}-{secrets.token_hex(4)}")
+        return self.path("datasets", f"{name}-{secrets.token_hex(4)}")
 
     def write_files(self, files: Mapping[str, list[Part]]) -> None:
         """Makes the folder and writes the files that a driver needs beside the job."""
@@ -205,18 +210,6 @@ class Submission:
     def token(self) -> str:
         """Returns the text by which an agent recognizes the folder."""
         return store.read_bytes(self.path("driver")).decode()
-
-    def record_starting(self, process: dict[str, Any]) -> None:
-        """Records the process that was started as the driver (`describe_process`), for readers on this host."""
-        if not self.is_remote:
-            store.write_bytes(self.path("starting"), json.dumps(process).encode())
-
-    def starting(self) -> dict[str, Any] | None:
-        """Returns the process that was started as the driver; None if that is not recorded."""
-        with contextlib.suppress(OSError, ValueError):
-            found: dict[str, Any] | None = None if self.is_remote else json.loads(self._find("starting") or b"null")
-            return found
-        return None
 
     # -- status and end --------------------------------------------------------------------------
 
@@ -286,6 +279,10 @@ class Submission:
         """Renews the lease for ``bound`` seconds; None renews it for the run's ``orphan_timeout``."""
         words = [secrets.token_hex(8), *([] if bound is None else [str(bound)])]
         store.write_bytes(self.path("lease"), " ".join(words).encode())
+
+    def renewal_interval(self, bound: float) -> float:
+        """Returns the seconds between two renewals of a run that ends after ``bound`` seconds without a renewal."""
+        return min(RENEWAL_INTERVAL_REMOTE if self.is_remote else RENEWAL_INTERVAL, bound / 4)
 
     def lease(self) -> bytes:
         """Returns the lease that the last follower wrote; empty if no follower has."""

@@ -6,27 +6,21 @@ from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from rankzero.errors import WorkerFailedError, error_from_json
+from rankzero.run.directory import LINES
 from rankzero.run.handle import RunHandle
-from rankzero.run.names import LINES
-from rankzero.run.output import level_of, parsed
+from rankzero.run.output import parsed
 from rankzero.run.printing import print_line
 from rankzero.run.status import RunStatus
 
 # A follower shows lines only as fast as its orchestrator stores them, about a hundred a second, and a rank may print a
 # thousand times as many. Without a limit it would still show lines long after the training has ended.
-BEHIND_BYTES = 1 << 20  # Bytes of lines of all ranks by which a follower may be behind; it skips older lines
-LAST_BYTES = 256 << 10  # The same for one that attaches, and after the end, when the result waits for it
+BEHIND_BYTES = 256 << 10  # Bytes of lines of all ranks by which a follower may be behind; it skips older lines
 
 
 class LineWritten(NamedTuple):
     """A line that a rank has written, with its ``[rank]`` prefix, or a line about lines that were left out."""
 
     text: str
-
-    @property
-    def level(self) -> int:
-        """The logging level that the line begins with; INFO for none and for DEBUG."""
-        return level_of(self.text)
 
     def show(self, run_id: str) -> None:
         """Writes the line to standard output as the launcher does, by the logger ``rankzero.ranks``."""
@@ -58,7 +52,6 @@ class Follower:
         handle: The run. Lines of its earlier submissions are not shown.
         ranks: The ranks whose lines are shown; None shows all. Of the rank whose failure ends the run, the last lines
             are always shown.
-        attached: An earlier follower has shown lines of this run: only the last `LAST_BYTES` are shown again.
 
     Attributes:
         status: The status as of the last `poll`; None before the first one.
@@ -72,12 +65,11 @@ class Follower:
         ['[0] hello', '[1] hello']
     """
 
-    def __init__(self, handle: RunHandle[Any], *, ranks: Collection[int] | None = None, attached: bool = False) -> None:
+    def __init__(self, handle: RunHandle[Any], *, ranks: Collection[int] | None = None) -> None:
         """Prepares to follow a run, and reads nothing yet."""
         self.status: RunStatus | None = None
         self._handle = handle
         self._ranks = None if ranks is None else frozenset(ranks)
-        self._most = LAST_BYTES if attached else BEHIND_BYTES
         self._stream = handle.stream(LINES, earlier=False)
         self._metrics: dict[str, Any] = {}
         self._engine_url: str | None = None
@@ -115,8 +107,7 @@ class Follower:
 
     def _lines(self, status: RunStatus) -> Iterator[str]:
         if self._ranks != frozenset():
-            most, self._most = LAST_BYTES if status.final else self._most, BEHIND_BYTES
-            if self._stream.skip(self._stream.end(status), most):
+            if self._stream.skip(self._stream.end(status), BEHIND_BYTES):
                 yield f"(older lines were left out: rankzero logs {self._handle.directory})"
             for line in parsed(self._stream.new(status), self._ranks):
                 # Whoever shows the lines may be slow.

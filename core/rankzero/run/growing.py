@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, NamedTuple, Protocol, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 from rankzero import store
 from rankzero.run.status import RunStatus
@@ -28,20 +28,13 @@ class Position(NamedTuple):
     offset: int = 0
 
 
-class Call(Protocol):
-    """A function that calls another one, which reads the store, and may repeat the call while the store fails."""
-
-    def __call__(self, read: Callable[[], T]) -> T:
-        """Returns the result of ``read``."""
-
-
 class Stream:
     """Reads the growing files of one name in the folders of submissions, the last of which alone may still grow.
 
     `read` continues from its ``position``.
     """
 
-    def __init__(self, places: Sequence[str], name: str, call: Call) -> None:
+    def __init__(self, places: Sequence[str], name: str, call: Callable[[Callable[[], Any]], Any]) -> None:
         """Prepares to read from the beginning, by functions that ``call`` calls, and reads nothing yet."""
         self._name = name
         self._locations = [store.join(place, name) for place in places]
@@ -66,6 +59,7 @@ class Stream:
             at = self.position
             is_last = at.submission == len(self._locations) - 1
             location, until = self._locations[at.submission], end if is_last else None
+            lines: list[str]
             lines, self.position = self._call(functools.partial(self._read, location, at, until))
             if lines or is_last:
                 break

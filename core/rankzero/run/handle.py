@@ -11,13 +11,11 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
 from rankzero import store
-from rankzero.errors import RankZeroError, ResultError, error_from_json, located
+from rankzero.errors import ResultError, error_from_json, located
 from rankzero.job import Job
 from rankzero.run.checkpoints import Manifest, list_committed
-from rankzero.run.directory import Delivery, RunDirectory, Submission, bound_of
+from rankzero.run.directory import EVENTS, LINES, Delivery, RunDirectory, Submission, bound_of
 from rankzero.run.growing import Stream
-from rankzero.run.lease import interval_of
-from rankzero.run.names import EVENTS, LINES
 from rankzero.run.observer import Observer, OwnDriver
 from rankzero.run.output import Line, events_of, parsed
 from rankzero.run.reports import as_row
@@ -40,7 +38,10 @@ class RunHandle(Observer, Generic[R]):
         id: The run's name.
         own: The files of the submission.
         job: The job of the submission: what to run, where and how.
+        attached: False if this process has started the run, True if another process or another try of a step has.
     """
+
+    attached = True
 
     def __init__(
         self, directory: str, driver: OwnDriver | None = None, *, job: Job | None = None, follows: bool = True
@@ -55,7 +56,6 @@ class RunHandle(Observer, Generic[R]):
         self.job = job or run.job()
         super().__init__(Submission(run, self.job), driver)
         self._follows = follows
-        self._held: float | None = None
         self._lease = self.job.orphan_timeout
         self._renewed = 0.0
 
@@ -74,11 +74,6 @@ class RunHandle(Observer, Generic[R]):
             return RunHandle(os.fspath(directory), follows=follows)
 
     @property
-    def labels(self) -> dict[str, str]:
-        """Returns the `Launcher.labels` of the submission."""
-        return dict(self.job.labels)
-
-    @property
     def params(self) -> dict[str, Any]:
         """Returns the arguments by name, as short plain values, for people and trackers; of a program, ``args``."""
         return dict(self.job.params)
@@ -90,30 +85,12 @@ class RunHandle(Observer, Generic[R]):
         return (job.min_processes and self._patiently(self.own.status).world_size) or job.num_processes
 
     @property
-    def submission(self) -> int:
-        """Returns the number of the submission, from 0."""
-        return self.job.submission
-
-    @property
-    def nonce(self) -> str:
-        """Returns random digits that identify the submission, also after the directory was removed and reused."""
-        return self.job.nonce
-
-    @property
     def training(self) -> str:
         """Returns the name of the training, which its first submission has given it, and which no other one has."""
         return self.job.earlier[0] if self.job.earlier else self.own.name
 
     def __repr__(self) -> str:
         return f"RunHandle({self.directory!r})"
-
-    def _repr_html_(self) -> str | None:
-        """The run in a notebook: its state, progress and curves."""
-        from rankzero.report.card import draw
-
-        with contextlib.suppress(RankZeroError, OSError):
-            return draw(self)
-        return None
 
     # -- the end of the run ----------------------------------------------------------------------
 
@@ -179,13 +156,13 @@ class RunHandle(Observer, Generic[R]):
     @property
     def renewal_interval(self) -> float:
         """Seconds after which a follower has to call `renew_lease` again; 0 if the run has no ``orphan_timeout``."""
-        return 0.0 if self._lease is None or not self._follows else interval_of(self.own, self._lease)
+        return 0.0 if self._lease is None or not self._follows else self.own.renewal_interval(self._lease)
 
     def renew_lease(self) -> None:
         """Reports to the driver that the run is followed, as methods that wait for the run or read its lines do."""
         if self._follows:
-            # It keeps the bound that another follower has given it.
-            bound = self._held or bound_of(self.own.lease())
+            # It keeps the bound that a follower has given it.
+            bound = bound_of(self.own.lease())
             self.own.renew_lease(bound)
             self._lease = bound or self._lease
 
@@ -194,8 +171,8 @@ class RunHandle(Observer, Generic[R]):
 
         The last follower of a run calls this, since the run would otherwise wait its ``orphan_timeout`` for the next.
         """
-        self._held = bound
-        self.renew_lease()
+        self._lease = bound
+        self.own.renew_lease(bound)
 
     def renew_if_due(self) -> None:
         """Calls `renew_lease` if the last call was `renewal_interval` ago; an error of the store is ignored."""

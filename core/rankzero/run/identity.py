@@ -1,6 +1,7 @@
-"""`Identity` identifies a training by its parts. Pure functions compare two identities.
+"""Compares trainings, and decides what happens to an existing run when its run id is submitted again.
 
-`decide` decides what happens to an existing run when its run id is submitted again, for launcher and orchestrators.
+The identity of a training is a dictionary with the checksum of each of its parts, equal in every process: the function
+or script, each argument, each of the user's modules that is sent, each dataset, and the number of ranks.
 """
 
 from __future__ import annotations
@@ -21,23 +22,9 @@ ARGUMENT, MODULE, DATASET = "argument ", "module ", "dataset "
 """Prefixes of the names of parts."""
 
 
-@dataclass(frozen=True)
-class Identity:
-    """Identifies a training by the checksums of its parts, equal in every process."""
-
-    # Name and checksum of each part: the function or script, each argument, each of the user's modules that is sent,
-    # each dataset, and the number of ranks
-    parts: tuple[tuple[str, str], ...]
-
-    @classmethod
-    def of(cls, parts: Mapping[str, str] | None = None, **more: str) -> Identity:
-        """Returns the identity with these parts."""
-        return cls(tuple(sorted({**(parts or {}), **more}.items())))
-
-    @property
-    def digest(self) -> str:
-        """Returns the hexadecimal digits that name the training."""
-        return hashlib.sha256(repr(self.parts).encode()).hexdigest()[:DIGITS]
+def digest_of_parts(parts: Mapping[str, str]) -> str:
+    """Returns the hexadecimal digits that name a training, given the checksums of its parts by name."""
+    return hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()[:DIGITS]
 
 
 @dataclass(frozen=True)
@@ -53,31 +40,28 @@ class Comparison:
         return not self.differing
 
 
-def compare(before: Identity, now: Identity, *, automatic: bool = False) -> Comparison:
-    """Compares the training of a run with the requested one by their parts.
+def compare(before: Mapping[str, str], now: Mapping[str, str], *, automatic: bool = False) -> Comparison:
+    """Compares the identity of a run's training with that of the requested one.
 
     If an orchestrator tries again by itself (``automatic``), only arguments, datasets and ranks count, since a
     deployment between two tries must not end a training. An argument that cannot be compared counts as unchanged then.
     """
-    olds, news = dict(before.parts), dict(now.parts)
-    names = [name for name in sorted(olds.keys() | news.keys()) if olds.get(name) != news.get(name)]
+    names = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
     if CODE_VERSION in names:
         # It replaces the parts of the code, so one of the two identities has no such parts.
         names = [name for name in names if name not in (TRAIN, SENT_CODE) and not name.startswith(MODULE)]
     if automatic:
-        names = [name for name in names if not news.get(name, "").startswith(RESISTS)]
+        names = [name for name in names if not now.get(name, "").startswith(RESISTS)]
     counts = (ARGUMENT, DATASET, NUM_PROCESSES)
     ignored = [name for name in names if automatic and not name.startswith(counts)]
     return Comparison(tuple(name for name in names if name not in ignored), tuple(ignored))
 
 
 def describe(names: tuple[str, ...]) -> str:
-    """Returns names of parts as text, the most important ones first: "train, argument lr and module models"."""
+    """Returns names of parts as text, the most important ones first: "train, argument lr, module models"."""
     ranked = sorted(names, key=lambda name: (name.startswith(MODULE), name.startswith((ARGUMENT, DATASET)), name))
-    shown = ranked[:_MOST_NAMED]
-    if more := len(ranked) - len(shown):
-        shown.append(f"{more} more")
-    return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)
+    more = len(ranked) - _MOST_NAMED
+    return ", ".join(ranked[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 class Decision(enum.Enum):
@@ -85,7 +69,7 @@ class Decision(enum.Enum):
 
     ATTACH = "attach"  # Follow the living run
     DELIVER = "deliver"  # Deliver the result
-    RESUME = "resume"  # Wait for the end of the run if it is ending, and submit it again from its last checkpoint
+    RESUME = "resume"  # Submit the run again from its last checkpoint
     FRESH = "fresh"  # End the run if it is living, and submit it again from scratch
 
 
@@ -94,7 +78,6 @@ def decide(
     *,
     same_training: bool,
     acknowledged: bool,
-    ending: bool = False,
     same_generation: bool = False,
     by_name: bool = False,
     automatic: bool = False,
@@ -104,8 +87,7 @@ def decide(
     ========================  =====================================  ========
     Run                       Requested training                     Decision
     ========================  =====================================  ========
-    asked to stop             the same                               RESUME
-    living, not so            the same; any, if automatic            ATTACH
+    living                    the same; any, if automatic            ATTACH
     living                    any other                              FRESH
     ended                     by name, except the next row's same    RESUME
     succeeded, not delivered  the same; any, if automatic            DELIVER
@@ -114,12 +96,10 @@ def decide(
     ended                     any other                              FRESH
     ========================  =====================================  ========
 
-    A run whose driver died has failed. It is ending if it was asked to stop, or the process that owned it has exited.
+    A run whose driver died has failed. The end of one that was asked to stop is awaited before.
     """
     follows = same_training or automatic
     if state not in FINAL_STATES:
-        if ending:
-            return Decision.RESUME if same_training else Decision.FRESH
         return Decision.ATTACH if follows else Decision.FRESH
     if by_name and (acknowledged or not same_training):
         return Decision.RESUME

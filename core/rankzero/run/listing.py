@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from rankzero import store
 from rankzero.errors import RankZeroError, RunNotFoundError
@@ -18,8 +18,9 @@ from rankzero.run.status import RunStatus
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 LAST = "last"  # The name of the run that was submitted last
-UNKNOWN = "?"  # The state of a run that cannot be read
 READERS = 16  # Runs of an object store that are read at the same time
 JOBS = 65536  # Most jobs that `list_runs` keeps, so that another listing reads only the status of a run
 
@@ -27,20 +28,18 @@ _UNREADABLE = (RankZeroError, OSError, ArithmeticError, AttributeError, LookupEr
 _NAMED = 5
 
 
-@dataclass(frozen=True)
-class Listed:
-    """A run of a store. One that cannot be read has a problem, and of job and status only its id and `UNKNOWN`."""
+class Listed(NamedTuple):
+    """A run of a store."""
 
     directory: str
     job: Job  # Of the last submission
     status: RunStatus  # Its state is failed if the driver has died
-    problem: str = ""
 
 
 def list_runs(location: str | os.PathLike[str]) -> Iterator[Listed]:
     """Yields the runs of a store, in the order of their names.
 
-    A run directory that cannot be read is a run with a problem. Directories of other programs are left out. A run on an
+    A run directory that cannot be read is left out, with a warning; so are directories of other programs. A run on an
     object store takes three requests, and two if this process has listed the same submission before.
 
     Args:
@@ -65,7 +64,7 @@ def find_run(name: str) -> str:
         RunNotFoundError: no run or several runs have this name.
     """
     parent, _, part = name.rstrip("/").rpartition("/")
-    if RunDirectory(name).is_own() or (parent and os.path.isdir(name)):
+    if RunDirectory(name).names() or (parent and os.path.isdir(name)):
         return name
     root = store.normalize(store.root_of(parent))
     names = names_of(root)
@@ -102,7 +101,7 @@ def _each(root: str, names: list[str], read: Callable[[str], T | None]) -> Itera
 
 def _listed(directory: str) -> Listed | None:
     """Returns a run, or None for a directory that is no run's, or whose submission is not written yet."""
-    run, names = RunDirectory(directory), list[str]()
+    run = RunDirectory(directory)
     try:
         names = run.names()
         number = max((int(name.split(".")[0]) for name in names if "." in name), default=-1)
@@ -112,14 +111,10 @@ def _listed(directory: str) -> Listed | None:
         own = Submission(run, job)
         return Listed(run.directory, job, Observer(own).judged(own.status()))
     except _UNREADABLE as error:
-        try:
-            is_broken = run.find_job() is not None
-        except _UNREADABLE:
-            is_broken = bool(names)
-        name = run.directory.rsplit("/", 1)[-1]
-        job = Job(name, UNKNOWN, 0, 1, use_gpu=False, backend=None, timeout=None, start_timeout=0, engine={}, created=0)
-        problem = f"{type(error).__name__}: {error}".splitlines()[0]
-        return Listed(run.directory, job, RunStatus(state=UNKNOWN), problem) if is_broken else None
+        logger.warning(
+            "the run in %s cannot be read: %s", directory, f"{type(error).__name__}: {error}".splitlines()[0]
+        )
+        return None
 
 
 @functools.lru_cache(JOBS)
@@ -130,7 +125,7 @@ def _job(directory: str, number: int, _: tuple[str, ...]) -> Job | None:
 
 def _created(directory: str) -> tuple[float, str] | None:
     try:
-        job = RunDirectory(directory).find_job()
+        job = RunDirectory(directory).newest()[1]
     except _UNREADABLE:
         return None
     return (job.created, directory) if job else None

@@ -17,9 +17,8 @@ from typing import Any, Protocol, TypeVar
 from rankzero import bounds, store
 from rankzero.bounds import CLOCK_SKEW, DRIVER_DEAD_AFTER, STORE_OUTAGE
 from rankzero.errors import EngineError, RunCancelledError, RunNotFoundError
-from rankzero.host.processes import STOPPED, caught_signals, is_gone, process_namespace, process_state
-from rankzero.run.directory import Submission
-from rankzero.run.names import DRIVER_LOG
+from rankzero.host.processes import STOPPED, caught_signals, process_namespace, process_state
+from rankzero.run.directory import DRIVER_LOG, Submission
 from rankzero.run.status import RunStatus
 
 CANCEL = signal.SIGUSR1
@@ -34,10 +33,6 @@ T = TypeVar("T")
 
 class OwnDriver(Protocol):
     """Interface of a driver that this process started as a child process or a thread."""
-
-    @property
-    def pid(self) -> int:
-        """Returns the id of the driver's process."""
 
     def poll(self) -> int | None:
         """Returns None while the driver lives."""
@@ -147,25 +142,24 @@ class Observer:
         return store.patiently(read, seconds, bounds.STORE_RETRY_INTERVAL(), gives_up)
 
     def driver_lives(self, status: RunStatus) -> bool | None:
-        """Returns whether the driver lives; None if this process cannot query it and only the heartbeat decides."""
+        """Returns whether the driver lives; None if this process cannot query it and only the heartbeat decides.
+
+        A process that exists is alive even if the store rejects its heartbeats. A driver that is a thread of a process
+        that may outlive it, such as a notebook, is left to its heartbeat. So is a stopped driver: when that is too old,
+        its agents have ended as well.
+        """
         if self._driver is not None and os.getpid() == self._pid:
             # It also removes a child process that has exited.
             lives = self._driver.poll() is None
             if status.driver_pid is None or status.driver_thread:
                 return lives
-        if status.driver_pid is None and (process := self._starting()):
-            status = replace(status, **{f"driver_{fact}": process[fact] for fact in ("pid", "start", "namespace")})
-        return process_lives(status)
-
-    def _starting(self) -> dict[str, Any] | None:
-        """Returns the process that is the driver or starts it, before the driver's first status; None if unknown."""
-        own = self.own
-        if (found := own.starting()) or own.job.queue_time:
-            # Nothing is known about a driver that a cluster starts, which may never happen.
-            return found
-        # A submitter that lives may have started none. On an object store it does not record that it has.
-        submitter = own.job.submitter
-        return own.job.owner or (submitter if submitter and not own.is_remote and is_gone(submitter) else None)
+        job = self.own.job
+        if status.driver_pid is None and job.owner and not job.queue_time:
+            # Before the driver's first status: the run ends with its owner.
+            status = replace(status, **{f"driver_{fact}": job.owner[fact] for fact in ("pid", "start", "namespace")})
+        if not (state := _process_state(status)):
+            return False if state is None else None
+        return None if status.driver_thread or state in STOPPED else True
 
     def _driver_died(self, status: RunStatus) -> bool:
         is_silent = self._is_silent(status)
@@ -196,19 +190,6 @@ def dead_after(status: RunStatus) -> float:
     A driver that a cluster has not started yet has `RunStatus.queue_time` seconds until its first heartbeat.
     """
     return max(DRIVER_DEAD_AFTER(), _MISSED * status.interval, status.queue_time)
-
-
-def process_lives(status: RunStatus) -> bool | None:
-    """Returns whether the driver lives; None if its process cannot be queried and only the heartbeat decides.
-
-    A process that exists is alive even if the store rejects its heartbeats. A driver that is a thread of a process that
-    may outlive it, such as a notebook, is left to its heartbeat. So is a stopped driver: when that is too old, its
-    agents have ended as well.
-    """
-    state = _process_state(status)
-    if not state or status.driver_pid is None:
-        return False if state is None else None
-    return None if status.driver_thread or state in STOPPED else True
 
 
 def _process_state(status: RunStatus) -> str | None:

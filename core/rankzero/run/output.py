@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import re
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
@@ -13,23 +12,7 @@ from typing import Any, NamedTuple
 
 _OF_RANK = re.compile(r"\[(\d+)\] ")
 
-_OWN = re.compile(r"(?:\[\d+\] )?rankzero: ")
-
-_LEVEL = re.compile(r"\[\d+\] (?:[\d:.,TZ/+-]+\s+){0,2}\W?(WARN(?:ING)?|ERROR|CRITICAL|FATAL)\b")
-"""A level at the beginning of a rank's line, also after a date and a time."""
-
 _STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z\t")
-
-
-def level_of(line: str) -> int:
-    """Returns the logging level that a line with its ``[rank]`` prefix begins with; INFO for none and for DEBUG."""
-    found = _LEVEL.match(line)
-    return logging.getLevelNamesMapping()[found[1]] if found else logging.INFO
-
-
-def is_own(line: str) -> bool:
-    """Returns True for a line of rankzero itself, with or without a ``[rank]`` prefix; no verbosity hides it."""
-    return _OWN.match(line) is not None
 
 
 class Line(NamedTuple):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 
-from rankzero.run.output import level_of
-
 logger = logging.getLogger(__name__)
 
 _ranks = logging.getLogger("rankzero.ranks")
@@ -21,15 +19,12 @@ class _Printer(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes the line of a record."""
-        self.write(self.format(record))
-
-    def write(self, line: str) -> None:
         stream = sys.stdout
         if stream is None:
             return
         encoding = getattr(stream, "encoding", None) or "utf-8"
         try:
-            stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
+            stream.write(self.format(record).encode(encoding, "replace").decode(encoding) + "\n")
             stream.flush()
         except (OSError, ValueError) as error:
             if self._failed is not stream:
@@ -59,22 +54,15 @@ def print_line(line: str, run_id: str = "") -> None:
     run, whose directory has the lines, too.
 
     Args:
-        line: The line, with its ``[rank]`` prefix. Its level is the one that it begins with, else INFO.
+        line: The line, with its ``[rank]`` prefix; its level is INFO.
         run_id: Name of the run; the log record has it as its attribute ``run_id``.
     """
     if not (_ranks.level or _ranks.handlers):
         # `logging.config` resets the loggers below each one that it names.
         _print_ranks()
-    threshold = _ranks.getEffectiveLevel()
-    is_changed = _ranks.propagate or _ranks.filters or _printer.filters or _printer.level or _printer.formatter
-    if threshold <= logging.INFO and _ranks.handlers == [_printer] and not is_changed:
-        # A record costs more than the line.
-        _printer.write(line)
-        return
-    level = level_of(line)
-    record = _ranks.makeRecord(_ranks.name, level, __file__, 0, line, (), None, extra={"run_id": run_id})
+    record = _ranks.makeRecord(_ranks.name, logging.INFO, __file__, 0, line, (), None, extra={"run_id": run_id})
     # Not by `handle`: `logging.config` disables the loggers that it does not know.
-    if level >= threshold and (passed := _ranks.filter(record)):
+    if record.levelno >= _ranks.getEffectiveLevel() and (passed := _ranks.filter(record)):
         # From Python 3.12 on, a filter may return another record.
         _ranks.callHandlers(passed if isinstance(passed, logging.LogRecord) else record)
 

@@ -12,14 +12,12 @@ import contextlib
 import logging
 import os
 import time
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from rankzero import store
 from rankzero.errors import RunNotFoundError
 from rankzero.kinds import SECONDS
-from rankzero.run.directory import RunDirectory, Submission
-from rankzero.run.names import DATASETS_FILE, SUBMISSIONS
+from rankzero.run.directory import DATASETS_FILE, SUBMISSIONS, RunDirectory, Submission
 from rankzero.run.observer import Observer
 
 REMOVAL_CLAIM_TIMEOUT = 3600.0  # Seconds for which a submission may be unwritten: the upload of its payload takes time
@@ -37,7 +35,6 @@ class Removed:
 
     directory: str
     state: str  # State of the run, or one of this module's
-    size: int  # Size of its files in bytes
     since: float  # Unix time of its last activity
 
 
@@ -45,20 +42,9 @@ class Removed:
 class Collection:
     """The result of `collect`."""
 
-    removed: list[Removed] = field(default_factory=list)  # The removed directories, in the order of their names
+    removed: list[Removed] = field(default_factory=list)  # In the order of the names of runs
     kept: int = 0  # Number of run directories that were kept
     problems: dict[str, str] = field(default_factory=dict)  # Errors of what could not be read or removed, by directory
-    dry_run: bool = False  # True if nothing was removed
-    replaced: list[Removed] = field(default_factory=list)  # Submissions of kept runs that later ones have replaced
-
-    @property
-    def size(self) -> int:
-        """Returns the size in bytes of everything that was removed, or that a dry run would remove."""
-        return sum(removed.size for removed in [*self.removed, *self.replaced])
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns plain JSON values, with the total ``size``, for a log or an XCom."""
-        return {**asdict(self), "size": self.size}
 
 
 def collect(
@@ -78,7 +64,7 @@ def collect(
         now: Unix time from which ages are measured; None is the current time.
 
     Returns:
-        The removed directories, and the errors of others. An error in one directory does not stop the collection.
+        What was removed, and errors by directory, which do not stop the collection.
 
     Raises:
         InvalidJobError: ``older_than`` is not a positive number of seconds.
@@ -86,14 +72,13 @@ def collect(
 
     Example:
         >>> from rankzero.run.retention import collect
-        >>> collect("runs", older_than=30 * 86400, dry_run=True).size
-        0
+        >>> collect("runs", older_than=30 * 86400, dry_run=True).removed
+        []
     """
     SECONDS.check("older_than", older_than)
     now = time.time() if now is None else now
     root = store.normalize(location)
-    result = Collection(dry_run=dry_run)
-    kept = 0
+    result, kept = Collection(), 0
     for name in store.list_names(root):
         directory = store.join(root, name)
         run = RunDirectory(directory)
@@ -102,17 +87,16 @@ def collect(
                 continue
             state, since, last = found
             least = {TOMBSTONE: REMOVAL_CLAIM_TIMEOUT, ABANDONED: max(older_than, REMOVAL_CLAIM_TIMEOUT)}
-            if since is not None and now - since > least.get(state, older_than):
-                removed = Removed(directory, state, store.tree_size(directory), since)
-                if dry_run or _remove(run, state, last):
-                    result.removed.extend([] if state == TOMBSTONE else [removed])
-                    continue
+            is_due = since is not None and now - since > least.get(state, older_than)
+            if is_due and (dry_run or _remove(run, state, last)):
+                result.removed.extend([] if state == TOMBSTONE else [Removed(directory, state, since or 0.0)])
+                continue
             kept += state not in (HALF_REMOVED, TOMBSTONE)
             if state not in (ABANDONED, HALF_REMOVED, TOMBSTONE):
-                result.replaced.extend(_remove_replaced(run, now - older_than, dry_run))
+                result.removed.extend(_remove_replaced(run, now - older_than, dry_run))
         except Exception as error:
             with contextlib.suppress(Exception):
-                if isinstance(error, (FileNotFoundError, RunNotFoundError)) and not run.is_own():
+                if isinstance(error, (FileNotFoundError, RunNotFoundError)) and not run.names():
                     # Another collector was faster.
                     continue
             # Drivers of object stores raise their own types of exceptions.
@@ -211,7 +195,7 @@ def _remove_replaced(run: RunDirectory, before: float, dry_run: bool) -> list[Re
             end = Submission(run, owner).end()
             if not end or (end.ended or 0.0) >= before:
                 continue
-            removed.append(Removed(folder, REPLACED, store.tree_size(folder), end.ended or 0.0))
+            removed.append(Removed(folder, REPLACED, end.ended or 0.0))
         if not dry_run:
             store.remove(folder)
     return removed

@@ -80,10 +80,5 @@ class RunStatus:
 
 
 def pace(age: float) -> float:
-    """Returns the seconds between two writes of a driver, or two polls of a follower, from the run's duration so far.
-
-    Example:
-        >>> pace(20), pace(300), pace(86400)
-        (1.0, 3.0, 10.0)
-    """
+    """Returns the seconds between two writes of a driver, or polls of a follower, from the run's duration so far."""
     return min(max(age * _SHARE, SHORTEST_PACE), LONGEST_PACE)

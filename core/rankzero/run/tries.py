@@ -1,17 +1,18 @@
 """Rules for the tries of a pipeline step, which are the same for every orchestrator.
 
-They decide whether a run continues for the next try or ends when its follower is interrupted, and whether another try
-can help. Optional work of a step, such as a table of metrics, is an `attempt`: a failure of it is only logged.
+They decide whether a run continues for the next try or ends when its follower is interrupted, for how long it continues
+without a follower (its lease), and whether another try can help. Optional work of a step, such as a table of metrics,
+is an `attempt`: a failure of it is only logged.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from rankzero import errors
-from rankzero.bounds import CANCEL_TIMEOUT
+from rankzero import bounds, errors
 from rankzero.errors import InvalidJobError, RankZeroError, RunCancelledError, RunTimeoutError, WorkerFailedError
 
 if TYPE_CHECKING:
@@ -21,6 +22,12 @@ T = TypeVar("T")
 
 _INTERRUPTS = 5
 """Number of times that ending a run is tried, since further interrupts may stop it."""
+
+RETRY_DELAY_MAX = 24 * 3600.0  # Longest delay in seconds between two tries, if the delay grows
+SCHEDULING_SLACK = 900.0  # Seconds from when a try is due to its first poll: a pool may be full, a deployment slow
+DETACHED_LEASE = 1800.0  # Shortest lease of a run that a service follows, such as a triggerer, which may restart
+LAST_LEASE = bounds.scaled(60.0)  # For which a run outlives its last try: longer than a short outage of a store
+QUERY_INTERVAL = bounds.scaled(60.0)  # Between two queries whether the orchestrator's run of a training has ended
 
 
 class PipelineTry(Protocol):
@@ -76,7 +83,10 @@ def detaching(
                 if (handle := find()) and caller.detaches(error):
                     log.warning("%s; the run in %s continues for the next try", name, handle.directory)
                 elif handle:
-                    end(handle, stop_grace, None, f"its pipeline step was ended by {name}")
+                    # If it cannot be cancelled now, it ends when its lease expires.
+                    with contextlib.suppress(OSError, RankZeroError):
+                        handle.cancel(reason=f"its pipeline step was ended by {name}")
+                        handle.wait(stop_grace + bounds.CANCEL_TIMEOUT())
                     log.warning("ended the run in %s, whose step was ended by %s", handle.directory, name)
             except Exception as problem:
                 log.warning("the run is left to its lease: %s: %s", type(problem).__name__, problem)
@@ -87,14 +97,28 @@ def detaching(
         raise
 
 
-def end(handle: RunHandle[Any], stop_grace: float, receiver: Mapping[str, Any] | None = None, reason: str = "") -> None:
-    """Cancels a run, as `RunHandle.cancel` does, and waits for its end.
+def longest_delay(base: float, growth: float, bound: float = RETRY_DELAY_MAX) -> float:
+    """Returns the longest delay between two tries, which grow from ``base`` by a factor, up to a bound, in seconds."""
+    return float(base if growth <= 1 else max(base, min(base * growth, bound) if base else 0.0))
 
-    A run that cannot be cancelled now ends when its lease expires.
+
+def lease(delay: float, *, unnoticed: float = 0.0, least: float = SCHEDULING_SLACK) -> float:
+    """Returns the seconds for which a run continues without a follower.
+
+    Args:
+        delay: The longest delay before the next try, in seconds.
+        unnoticed: Seconds until the orchestrator notices that a try has died.
+        least: Shortest lease to return, in seconds.
     """
-    with contextlib.suppress(OSError, RankZeroError):
-        handle.cancel(receiver, reason)
-        handle.wait(stop_grace + CANCEL_TIMEOUT())
+    return max(least, unnoticed + delay + SCHEDULING_SLACK)
+
+
+def power(base: float, exponent: int) -> float:
+    """Returns ``base ** exponent``, or infinity if that is too large for a float."""
+    try:
+        return float(base) ** exponent
+    except OverflowError:
+        return math.inf
 
 
 def attempt(log: Any, what: str, action: Callable[[], T], otherwise: T) -> T:

@@ -22,7 +22,6 @@ from rankzero.store.files import remove as remove
 from rankzero.store.files import size as size
 from rankzero.store.files import sizes as sizes
 from rankzero.store.files import sync_directory as sync_directory
-from rankzero.store.files import tree_size as tree_size
 from rankzero.store.files import upload as upload
 from rankzero.store.files import write_bytes as write_bytes
 from rankzero.store.files import write_parts as write_parts

@@ -54,19 +54,6 @@ def size(location: str) -> int:
     return os.path.getsize(location)
 
 
-def tree_size(location: str) -> int:
-    """Returns the bytes of all files below a directory; links are not followed."""
-    if is_url(location):
-        filesystem, path = _current(location)
-        return int(filesystem.du(path))
-    total = 0
-    for name in list_files(location):
-        # A file may be removed meanwhile.
-        with contextlib.suppress(FileNotFoundError):
-            total += os.lstat(os.path.join(location, name)).st_size
-    return total
-
-
 @brief
 def modified(location: str) -> float:
     """Returns the Unix time at which a file was written. Raises FileNotFoundError, or OSError if it is unknown."""

@@ -4,39 +4,49 @@ A DataFrame is computed and written to the run's directory before the run is sub
 table or a query for which the caller's process has no SparkSession is left to the driver, which opens one.
 
 A training reads one snapshot: a resumed run finds the same rows. The identity of a DataFrame is its content, that of a
-path its files' content, that of a table or query its text.
+path its files' content, that of a table or query its text. The checksum of a file is that of its bytes, which are read
+once, or its tag on an object store: sizes and extremes in a Parquet footer are the same for values in another order.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import hashlib
 import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from rankzero import store
 from rankzero.advice import require
-from rankzero.data.files import is_changed
-from rankzero.data.manifest import FILE, Manifest, from_bytes
+from rankzero.data import kinds
+from rankzero.data.files import PARQUET_OPTIONS, digest_of, filesystem_of, stamp_of, tags_of
+from rankzero.data.manifest import FILE, File, Manifest, encode_schema, from_bytes
+from rankzero.data.schemas import check_missing, schema_of_files
 from rankzero.data.table import Table
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
 from rankzero.job import qualified_name
 from rankzero.run.directory import Submission
 from rankzero.submit.existing import storing
-from rankzero.submit.paths import manifest_of_path
 from rankzero.train.dataset import DEFAULT
 from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-_TABLE = re.compile(r"[A-Za-z_`][\w`-]*(\.[\w`-]+){0,3}")
-_PATH = re.compile(r".*(/|\\|\.parquet$)")
-_BEGIN_OF_PATH = re.compile(r"[A-Za-z][\w+.-]*:/|~|\.{0,2}/(?!\*)")
-"""URLs, and paths from the root, the home or the working directory; a comment of SQL begins with a slash, too."""
+_PATH = re.compile(r"([A-Za-z][\w+.-]*:/|~|\.{0,2}/(?!\*)).*|\S*(/\S*|\.parquet)", re.DOTALL)
+"""A URL, a path from the root, the home or the working directory, or a text without spaces that has a slash or ends in
+``.parquet``. A comment of SQL begins with a slash, too."""
+
+READERS = 16
+"""Files that are read in parallel."""
+
+_DELTA_LOG = "_delta_log"
+_SAMPLED_ROWS = 16
+_PAGES = 64 << 10
 
 
 def check(given: object) -> dict[str, Any]:
@@ -53,156 +63,12 @@ def check(given: object) -> dict[str, Any]:
         if not (isinstance(name, str) and _NAME.fullmatch(name)):
             raise InvalidJobError(f"{name!r} cannot name a dataset: use letters, digits and _ . -")
         is_text = isinstance(source, (str, os.PathLike)) and os.fspath(source)
-        if not (is_text or isinstance(source, (ResultRef, Manifest)) or is_frame(source)):
+        if not (is_text or isinstance(source, ResultRef) or is_frame(source)):
             raise InvalidJobError(
                 f"dataset {name!r} is of type {qualified_name(type(source))}; give a Spark DataFrame, the path of a "
                 "table, or with a Spark engine the name of a table or a query; write other frames as Parquet"
             )
-        if is_frame(source):
-            _require_arrow(name)
     return named
-
-
-class Sources:
-    """The datasets that a user gave for one run. Each path is read once, and each query opened once.
-
-    Attributes:
-        given: The result of `check`.
-    """
-
-    def __init__(self, given: Mapping[str, Any], engine: Engine) -> None:
-        self.given = given
-        self._engine = engine
-        self._opened: dict[str, Any] = {}
-
-    def _open(self, name: str) -> Any:
-        """Returns a manifest, a DataFrame, or the text of a query that the driver has Spark compute."""
-        if name not in self._opened:
-            found = _opened(self.given[name], self._engine)
-            if not isinstance(found, Manifest) and not is_frame(found) and is_path(found):
-                require("a dataset needs", "pyarrow", "pyarrow")
-                found = manifest_of_path(os.fspath(found), name)
-            self._opened[name] = found
-        return self._opened[name]
-
-    def digests(
-        self, kept: Mapping[str, Manifest], generation: str, assumed: Mapping[str, str] | None = None
-    ) -> dict[str, str]:
-        """Returns checksums of the datasets by name, for the identity of a training; writes nothing.
-
-        Args:
-            kept: Datasets that are those of an earlier try.
-            generation: Name of the chain of tries. The driver computes the rows of a query, so only its text is known
-                here, which counts for one chain: a user's clear reads the rows again.
-            assumed: Checksums of DataFrames, by name, which Spark then does not compute.
-        """
-        found = {}
-        for name in self.given:
-            source = kept.get(name) or self._open(name)
-            if isinstance(source, Manifest):
-                found[name] = source.digest
-            elif is_frame(source):
-                found[name] = _content_of(source) if assumed is None else assumed.get(name, "")
-            else:
-                found[name] = f"{source} {generation}".strip()
-        return found
-
-    def has_frames(self, kept: Mapping[str, Manifest]) -> bool:
-        """Returns True if Spark must compute the checksum of a DataFrame to know the identity."""
-        return any(is_frame(self._open(name)) for name in self.given.keys() - kept.keys())
-
-    def collect(
-        self, own: Submission, kept: Mapping[str, Manifest], before: Mapping[str, Manifest]
-    ) -> tuple[dict[str, Manifest], dict[str, str]]:
-        """Computes or reads the datasets of a run. Returns the manifests, and the queries that are left to the driver.
-
-        Args:
-            own: The submission that is being written.
-            kept: Datasets that are those of an earlier try.
-            before: The datasets of an earlier submission of the run. One with the same rows is reused, so that resumed
-                ranks find the same order, and Spark writes nothing.
-
-        Raises:
-            InvalidJobError: there is no such table, too few rows, or a column that no tensor can represent.
-            EngineError: Spark failed.
-        """
-        manifests: dict[str, Manifest] = {}
-        queries: dict[str, str] = {}
-        for name, given in self.given.items():
-            source = kept.get(name) or self._open(name)
-            if is_frame(source):
-                source = _of_frame(source, name, own, before.get(name))
-            if isinstance(source, Manifest):
-                source.check_rows(name, own.job.num_processes)
-                manifests[name] = replace(source, source=source.source or _source_of(given))
-            else:
-                queries[name] = source
-                _check_query(name, source, self._engine)
-        return manifests, queries
-
-
-def _content_of(frame: Any) -> str:
-    from rankzero.engines.spark.materialize import content_of
-
-    return content_of(frame)
-
-
-def _of_frame(frame: Any, name: str, own: Submission, before: Manifest | None) -> Manifest:
-    from rankzero.engines.spark.materialize import materialize
-
-    if before and before.folder and store.exists(before.files[0].location):
-        if _content_of(frame) == before.digest:
-            return before
-        logger.info("dataset %r has other rows than in the submission of %s before", name, own.run.directory)
-    with storing(own.run):
-        store.make_directory(own.directory)
-    return materialize(frame, own.new_dataset(name), name, lambda text: logger.info("%s", text))
-
-
-def earlier(before: Submission) -> dict[str, Manifest]:
-    """Returns the datasets of a submission, by name."""
-    try:
-        return from_bytes(store.read_bytes(before.path(FILE)))
-    except FileNotFoundError:
-        return {}
-
-
-def of_earlier_try(before: Submission, given: Mapping[str, Any], generation: str) -> dict[str, Manifest]:
-    """Returns the datasets that a submission has if an earlier try of the same chain made it with the same sources.
-
-    A dataset that has changed since does not make an automatic try another training.
-
-    Args:
-        before: The submission.
-        given: The result of `check`.
-        generation: Name of the chain of tries that an orchestrator starts by itself; empty without an orchestrator.
-    """
-    job = before.job
-    if not given or not generation or job.generation != generation:
-        return {}
-    return {
-        name: manifest
-        for name, manifest in earlier(before).items()
-        # The identity has the text of a query that the driver computes.
-        if name in given and name not in job.queries and manifest.source in (None, _source_of(given[name]))
-    }
-
-
-def are_readable(manifests: Mapping[str, Manifest]) -> bool:
-    """Returns True if every file of these datasets still has the rows that its manifest describes."""
-    for name, manifest in manifests.items():
-        for file in manifest.files if manifest.folder is None else manifest.files[:1]:
-            if not store.exists(file.location) or is_changed(file.location, file.stamp, file.content):
-                logger.warning("dataset %r has other rows than in the try before", name)
-                return False
-    return True
-
-
-def _source_of(source: Any) -> str:
-    """Returns a name of what the user gave, equal in all tries of a step."""
-    if isinstance(source, (ResultRef, Manifest)):
-        return source.digest
-    return "a DataFrame" if is_frame(source) else os.fspath(source)
 
 
 def is_frame(source: object) -> bool:
@@ -212,46 +78,256 @@ def is_frame(source: object) -> bool:
 
 def is_path(source: Any) -> bool:
     """Returns True for the path of a table's files, False for the name of a table or a query."""
-    text = os.fspath(source)
-    if not isinstance(source, str) or _BEGIN_OF_PATH.match(text) or os.path.exists(text):
-        return True
-    return _PATH.match(text) is not None and not any(character.isspace() for character in text.strip())
+    return not isinstance(source, str) or _PATH.fullmatch(source) is not None
 
 
-def _opened(source: Any, engine: Engine) -> Any:
-    """Opens a table or query as a DataFrame if the engine uses the caller's session; else returns its text.
+class Sources:
+    """The datasets that a user gave for one run. Each path is read once, and each query opened once."""
+
+    def __init__(self, given: Mapping[str, Any], engine: Engine, generation: str) -> None:
+        """Prepares to open the result of `check`, for a chain of tries of an orchestrator, and opens nothing yet."""
+        self._given = given
+        self._engine = engine
+        self._generation = generation
+        self._opened: dict[str, Any] = {}
+
+    def _open(self, name: str) -> Any:
+        """Returns a manifest, a DataFrame, or the text of a query that the driver has Spark compute."""
+        if name not in self._opened:
+            self._opened[name] = self._read(name, self._given[name])
+        return self._opened[name]
+
+    def _read(self, name: str, source: Any) -> Any:
+        if isinstance(source, ResultRef) and not isinstance(source := source.load(), Table):
+            kind = type(source).__name__
+            raise InvalidJobError(f"dataset {name!r} is a result of type {kind}, which is no table: write_rows")
+        if is_frame(source):
+            return source
+        if is_path(source):
+            require("a dataset needs", "pyarrow", "pyarrow")
+            return manifest_of_path(os.fspath(source), name)
+        if not self._engine.has_tables:
+            raise InvalidJobError(
+                f"dataset {name!r} is {source!r}: a table or a query needs Spark: give engine=SparkEngine(...), or a "
+                "DataFrame; a path has a slash, such as ./events, or ends in .parquet"
+            )
+        from rankzero.engines.spark.materialize import open_query
+
+        session = getattr(self._engine, "session", None)
+        return source if session is None else open_query(session, source)
+
+    def digests(self, frames: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Returns checksums of the datasets by name, for the identity of a training; writes nothing.
+
+        Args:
+            frames: Checksums of DataFrames, by name, which Spark then does not compute.
+        """
+        found = {}
+        for name in self._given:
+            source = self._open(name)
+            if isinstance(source, Manifest):
+                found[name] = source.digest
+            elif is_frame(source):
+                found[name] = _content_of(source) if frames is None else frames.get(name, "")
+            else:
+                found[name] = self._text(source)
+        return found
+
+    def _text(self, query: str) -> str:
+        # The driver computes the rows. The text counts for one chain of tries: a user's clear reads the rows again.
+        return f"{query} {self._generation}".strip()
+
+    @property
+    def has_frames(self) -> bool:
+        """Returns True if Spark must compute the checksum of a DataFrame to know the identity."""
+        return any(is_frame(self._open(name)) for name in self._given)
+
+    def collect(
+        self, own: Submission, before: Submission | None
+    ) -> tuple[dict[str, Manifest], dict[str, str], dict[str, str]]:
+        """Computes or reads the datasets of a run.
+
+        Args:
+            own: The submission that is being written.
+            before: The submission before it. A DataFrame with the same rows is reused from there, so that resumed ranks
+                find the same order, and Spark writes nothing.
+
+        Returns:
+            The manifests, the queries that are left to the driver, and the checksums of both, by name.
+
+        Raises:
+            InvalidJobError: there is no such table, too few rows, or a column that no tensor can represent.
+            EngineError: Spark failed.
+        """
+        manifests: dict[str, Manifest] = {}
+        queries: dict[str, str] = {}
+        for name in self._given:
+            source = self._open(name)
+            if is_frame(source):
+                source = _of_frame(source, name, own, before)
+            if isinstance(source, Manifest):
+                source.check_rows(name, own.job.num_processes)
+                manifests[name] = source
+            else:
+                queries[name] = source
+        digests = {name: manifest.digest for name, manifest in manifests.items()}
+        return manifests, queries, digests | {name: self._text(query) for name, query in queries.items()}
+
+
+def _content_of(frame: Any) -> str:
+    from rankzero.engines.spark.materialize import content_of
+
+    return content_of(frame)
+
+
+def _of_frame(frame: Any, name: str, own: Submission, before: Submission | None) -> Manifest:
+    from rankzero.engines.spark.materialize import materialize
+
+    known: Manifest | None = None
+    with storing(own.run):
+        store.make_directory(own.directory)
+        with contextlib.suppress(FileNotFoundError):
+            known = from_bytes(store.read_bytes(before.path(FILE))).get(name) if before else None
+    if known and known.folder and store.exists(known.files[0].location):
+        if _content_of(frame) == known.digest:
+            return known
+        logger.info("dataset %r has other rows than in the submission of %s before", name, own.run.directory)
+    return materialize(frame, own.new_dataset(name), name, lambda text: logger.info("%s", text))
+
+
+# -- Parquet and Delta tables at a path, without Spark ------------------------------------------
+
+
+def manifest_of_path(location: str, name: str) -> Manifest:
+    """Returns the manifest, for ranks, of the table at a path.
+
+    Args:
+        location: A file or a directory, as a path or a URL. Directories ``column=value`` below it are columns.
+        name: The dataset's name for errors.
 
     Raises:
-        InvalidJobError: the name of a table is that of a folder, too.
+        InvalidJobError: there is no table, it cannot be read, or a column cannot be represented by a tensor.
     """
-    session = getattr(engine, "session", None)
-    if isinstance(source, ResultRef) and not isinstance(source := source.load(), Table):
-        raise InvalidJobError(f"a dataset is a result of type {type(source).__name__}, which is no table: write_rows")
-    if engine.has_tables and isinstance(source, str) and _TABLE.fullmatch(source) and os.path.exists(source):
+    location = location.rstrip("/") if store.is_url(location) else store.normalize(location)
+    where = f"the dataset {name!r}"
+    try:
+        if store.exists(store.join(location, _DELTA_LOG)):
+            data, digest = _delta(location)
+        else:
+            data, digest = _directory(location, where), None
+        return _manifest(data, location, digest, where)
+    except InvalidJobError:
+        raise
+    except Exception as error:
+        # Drivers of object stores raise their own exceptions, and Arrow's of hdfs lists each library it has tried.
+        reason = str(error).partition("\n")[0]
         raise InvalidJobError(
-            f'dataset "{source}" may be a table of Spark, and is a path here: give "./{source}" for the path, or '
-            f'"SELECT * FROM {source}" for the table'
-        )
-    if isinstance(source, Manifest) or is_frame(source) or is_path(source):
-        return source
-    if session is None:
-        return source
-    from rankzero.engines.spark.materialize import open_query
-
-    return open_query(session, source)
+            f"{where} cannot be read from {location}: {type(error).__name__}: {reason}. Ranks read Parquet and Delta "
+            "files; have Spark read others, or from where this host cannot: dataset=a DataFrame or a query"
+        ) from error
 
 
-def _check_query(name: str, query: str, engine: Engine) -> None:
-    if not engine.has_tables:
+def _directory(location: str, where: str) -> Any:
+    from pyarrow import dataset, fs
+
+    filesystem, path = filesystem_of(location)
+    found = filesystem.get_file_info(path)
+    if found.type == fs.FileType.NotFound:
+        hint = "; a pattern is not expanded: give the folder of the files" if re.search(r"[*?\[]", location) else ""
+        raise InvalidJobError(f"{where} does not exist: {location}{hint}", code="RZ-1012")
+    if found.type == fs.FileType.File:
+        names = [path]
+    else:
+        # Like Spark and pyarrow, without names that begin with _ or a dot.
+        every = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
+        below = {info.path: info.path[len(path.rstrip("/")) + 1 :] for info in every if info.type == fs.FileType.File}
+        names = sorted(name for name, short in below.items() if not re.search(r"(^|/)[._][^/=]*(/|$)", short))
+    if not names:
+        raise InvalidJobError(f"{where} has no files: {location}")
+    kind = dataset.ParquetFileFormat(**PARQUET_OPTIONS)
+    # Directories above the table are not its partition columns.
+    return dataset.dataset(names, format=kind, filesystem=filesystem, partitioning="hive", partition_base_dir=path)
+
+
+def _delta(location: str) -> tuple[Any, str]:
+    try:
+        import deltalake
+    except ImportError:
         raise InvalidJobError(
-            f"dataset {name!r} is {query!r}: there is no such path, and a table or a query needs Spark: give "
-            "engine=SparkEngine(...), or a DataFrame"
+            f"{location} is a Delta table: pip install deltalake here, or have Spark read it: "
+            f'dataset="SELECT * FROM delta.`{location}`"'
+        ) from None
+    table = deltalake.DeltaTable(location)
+    mapping = table.metadata().configuration.get("delta.columnMapping.mode", "none")
+    if mapping != "none":
+        # The files have other column names, so that the columns would be read as nulls.
+        raise InvalidJobError(
+            f"{location} is a Delta table with column mapping ({mapping}), which ranks cannot read. Have Spark read "
+            f'it: dataset="SELECT * FROM delta.`{location}`"'
         )
-    if not engine.drives_elsewhere:
-        _require_arrow(name)
+    from pyarrow.dataset import ParquetReadOptions
+
+    options = ParquetReadOptions(**PARQUET_OPTIONS)
+    return table.to_pyarrow_dataset(parquet_read_options=options), f"{table.metadata().id} {table.version()}"
 
 
-def _require_arrow(name: str) -> None:
-    from rankzero.engines.spark.materialize import require_arrow
+def _manifest(data: Any, location: str, digest: str | None, where: str) -> Manifest:
+    from pyarrow import dataset
 
-    require_arrow(f"the dataset {name!r}")
+    # Positions of earlier attempts count in this order.
+    fragments = sorted(data.get_fragments(), key=lambda fragment: fragment.path)
+    base = filesystem_of(location)[1]
+    tags = {} if digest else tags_of(location)
+
+    def describe(fragment: Any) -> tuple[File, int, str]:
+        keys = dataset.get_partition_keys(fragment.partition_expression)
+        if binary := [key for key, value in keys.items() if isinstance(value, bytes)]:
+            raise InvalidJobError(f"{location} is partitioned by {binary[0]!r}, which is binary: have Spark read it")
+        partition = {key: None if value is None else str(value) for key, value in keys.items()}
+        place, short = _place(fragment.path, location, base)
+        groups = [fragment.metadata.row_group(number) for number in range(fragment.metadata.num_row_groups)]
+        rows, size = tuple(group.num_rows for group in groups), sum(group.total_byte_size for group in groups)
+        # Before the content is read, which may change meanwhile.
+        stamp = "" if digest else stamp_of(place)
+        content = "" if digest else tags.get(short) or digest_of(place)
+        return File(place, rows, partition, stamp, content), size, f"{short} {content}"
+
+    with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
+        described = list(pool.map(describe, fragments))
+        schemas = list(pool.map(lambda fragment: fragment.physical_schema, fragments))
+    files = tuple(file for file, *_ in described)
+    # The larger of encoded and decoded size: a dictionary encodes a long text in a byte, a repeated value in none.
+    decoded = int(sum(sum(file.rows) for file in files) * _decoded_row(fragments))
+    size = max(decoded, sum(size for _, size, _ in described))
+    # The log of a Delta table has its schema.
+    schema = schema_of_files([data.schema] if digest else [data.schema, *schemas], where)
+    kinds.check(schema, where)
+    for file, inside in zip(files, schemas, strict=True):
+        check_missing(file, inside, schema, where)
+    content = digest or " ".join([*(facts for _, _, facts in described), str(schema)])
+    return Manifest(
+        schema=encode_schema(schema), files=files, size=size, digest=hashlib.sha256(content.encode()).hexdigest()
+    )
+
+
+def _place(path: str, location: str, base: str) -> tuple[str, str]:
+    """Returns a file's location, and its path relative to the dataset."""
+    below = path[len(base.rstrip("/")) :] if path.startswith(base.rstrip("/")) else None
+    if below is not None:
+        return location + below, below
+    # Delta names its files relative to the table.
+    return store.join(location, path), path
+
+
+def _decoded_row(fragments: list[Any]) -> float:
+    """Returns the bytes of a decoded row, estimated from the first rows of the first file that has any."""
+    import pyarrow.parquet as pq
+
+    for fragment in fragments:
+        if fragment.metadata.num_rows:
+            with fragment.open() as source:
+                batch = next(pq.ParquetFile(source, buffer_size=_PAGES, pre_buffer=False).iter_batches(_SAMPLED_ROWS))
+            # A dictionary counts once for any number of rows, so columns are decoded first.
+            columns = (each.dictionary_decode() if hasattr(each, "dictionary") else each for each in batch.columns)
+            return float(sum(column.nbytes for column in columns) / batch.num_rows)
+    return 0.0

@@ -16,11 +16,10 @@ from typing import IO, Any
 
 from rankzero.bounds import CANCEL_TIMEOUT
 from rankzero.errors import EngineError, RankZeroError, located
-from rankzero.host.processes import describe_process, fork_safe, unnamed_file
+from rankzero.host.processes import fork_safe, unnamed_file
 from rankzero.job import Job
-from rankzero.run.directory import Submission
+from rankzero.run.directory import DRIVER_LOG, Submission
 from rankzero.run.handle import RunHandle
-from rankzero.run.names import DRIVER_LOG
 from rankzero.run.observer import signal_cancel
 from rankzero.submit.start import Request, record_end
 from rankzero.threads import in_thread
@@ -105,9 +104,6 @@ def start_driver(own: Submission, private: dict[str, Any]) -> DriverProcess:
         weakref.finalize(driver, output.close)
     else:
         output.close()
-    # On a busy host its first heartbeat may be late: until then readers query its process.
-    with contextlib.suppress(OSError):
-        own.record_starting(describe_process(driver.pid))
     with _drivers_lock:
         _drivers[:] = [other for other in _drivers if other.poll() is None] + [driver]
     return driver

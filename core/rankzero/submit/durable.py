@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rankzero import bounds
@@ -21,24 +21,6 @@ from rankzero.submit.start import Request, Submitter
 OWNER_LEASE = bounds.stretched(20.0)  # For which a driver on the cluster outlives its run's owner process
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A run that was started or found.
-
-    Attributes:
-        handle: The run.
-        existing: The run that was found; None if this process has started it.
-    """
-
-    handle: RunHandle[Any]
-    existing: Existing | None = None
-
-    @property
-    def attached(self) -> bool:
-        """True if another process, or another try of a step, has started the run."""
-        return self.existing is not None
-
-
 def submit(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunHandle[Any]:
     """Starts a run that outlives this process, or attaches to the run that is there.
 
@@ -50,15 +32,15 @@ def submit(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str
             "submit() was called in a rank, and the run would end with it: call run(), choose SparkSubmitEngine, whose "
             "driver is on the cluster, or return a value with which the pipeline submits the run"
         )
-    with _opened(request, train, args, kwargs) as run:
-        return run.handle
+    with _opened(request, train, args, kwargs) as (handle, _):
+        return handle
 
 
 @contextlib.contextmanager
 def _opened(
     request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, owned: bool = False
-) -> Iterator[Opened]:
-    """Opens a run, or attaches to the run that is there. Raises like `open_durable`.
+) -> Iterator[tuple[RunHandle[Any], Existing | None]]:
+    """Opens a run, or attaches to the run that is there, which it yields, too. Raises like `open_durable`.
 
     One that is owned ends with the block and with this process, any other outlives both.
     """
@@ -72,18 +54,20 @@ def _opened(
     with submitter.recording_end():
         submitter.submit()
         if found := submitter.existing:
-            run = Opened(RunHandle(submitter.run.directory, job=found.job), found)
+            handle = RunHandle[Any](submitter.run.directory, job=found.own.job)
         elif not owned:
-            run = Opened(drivers.start(submitter.submission, request))
+            handle = drivers.start(submitter.submission, request)
         else:
             own = submitter.submission
             with located(own.run.directory), drivers.driving(own, request) as handle:
-                yield Opened(handle)
+                handle.attached = False
+                yield handle, None
                 if request.trackers:
                     # The container may be removed when this process exits.
                     handle.await_driver(bounds.TRACKERS_TIMEOUT())
             return
-    yield run
+    handle.attached = found is not None
+    yield handle, found
 
 
 @contextlib.contextmanager
@@ -93,20 +77,20 @@ def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict
     Raises:
         InvalidJobError: the job was rejected before anything started, or the run is running already.
     """
-    with _opened(request, train, args, kwargs, owned=True) as run:
-        if run.attached and not run.handle.status().final:
+    with _opened(request, train, args, kwargs, owned=True) as (handle, _):
+        if handle.attached and not handle.status().final:
             raise InvalidJobError(
-                f"run_id {run.handle.id!r} is running: attach to it with "
-                f"RunHandle.attach({run.handle.directory!r}), or choose another run_id"
-            ).locate(run.handle.directory)
+                f"run_id {handle.id!r} is running: attach to it with RunHandle.attach({handle.directory!r}), or choose "
+                "another run_id"
+            ).locate(handle.directory)
         # Of one that was there, the caller died before the result was delivered.
-        yield run.handle
+        yield handle
 
 
 @contextlib.contextmanager
 def open_durable(
     request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: PipelineTry, log: Any
-) -> Iterator[Opened]:
+) -> Iterator[RunHandle[Any]]:
     """Yields the run of a step's training, which is a new one or the run that an earlier try has left.
 
     If another try of the step can follow, the run outlives this process. It then ends with the block only if an
@@ -127,29 +111,28 @@ def open_durable(
     """
     run = RunDirectory(request.directory)
     request = replace(request, template=replace(request.template, generation=caller.generation), caller=caller)
-    handle: RunHandle[Any] | None = None
+    known: RunHandle[Any] | None = None
     is_owned = False
     # The handle, once there is one: under the same id there may be a later submission by then. A run that ends with
     # the block needs nothing.
-    find = lambda: None if is_owned else handle or existing.find(run)  # noqa: E731
+    find = lambda: None if is_owned else known or existing.find(run)  # noqa: E731
     owned = not caller.is_followed_by_another
     with (
         detaching(find, caller, request.template.stop_grace, log),
-        _opened(request, train, args, kwargs, owned=owned) as opened,
+        _opened(request, train, args, kwargs, owned=owned) as (handle, found),
     ):
-        handle, found = opened.handle, opened.existing
-        is_owned = found is None and owned
+        known, is_owned = handle, found is None and owned
         if found:
-            say = log.warning if existing.changes(found) else log.info
-            say("%s", existing.following(found, run.directory))
+            say = log.warning if found.changes else log.info
+            say("%s", found.following)
             # An earlier try may have been the last one, and have shortened the lease.
-            lease = caller.lease_when_attached or found.job.orphan_timeout
+            lease = caller.lease_when_attached or found.own.job.orphan_timeout
             if lease is not None and not handle.status().final:
                 handle.hold(lease)
         else:
             how = "ends with" if is_owned else "outlives"
             log.info("started the run in %s, which %s this process: %s", run.directory, how, handle.job.beginning)
-        yield opened
+        yield handle
         if not (found or is_owned) and request.trackers:
             # The result is stored: a store that fails now must not fail the step.
             with contextlib.suppress(Exception):

@@ -18,7 +18,7 @@ from rankzero.job import Job
 from rankzero.run.checkpoints import list_committed, list_folders
 from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.handle import RunHandle
-from rankzero.run.identity import Comparison, Decision, Identity, compare, decide, describe
+from rankzero.run.identity import Comparison, Decision, compare, decide, describe
 from rankzero.run.status import SHORTEST_PACE, RunStatus
 from rankzero.run.tries import PipelineTry
 from rankzero.values.pickled import Part
@@ -28,22 +28,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Existing:
-    """An existing run, compared with a new request under its id.
+    """An existing run, compared with a new request under its id."""
 
-    Attributes:
-        job: The job of its last submission.
-        status: Its current status; ``"failed"`` if its driver died.
-        decision: The effect of submitting a training under its id.
-        ending: True if it is live but was asked to stop, its driver has decided to cancel it, or its owner has exited:
-            a new submission waits for its end.
-        comparison: Comparison of its training with the requested one.
-    """
-
-    job: Job
-    status: RunStatus
-    decision: Decision
+    own: Submission  # Its last submission
+    status: RunStatus  # Its current status; ``"failed"`` if its driver died
+    decision: Decision  # The effect of submitting a training under its id
+    # It is live but was asked to stop, its driver has decided to cancel it, or its owner has exited: a new submission
+    # waits for its end
     ending: bool
-    comparison: Comparison
+    comparison: Comparison  # Of its training with the requested one
+
+    @property
+    def is_followed(self) -> bool:
+        """Returns True if the run is not submitted again."""
+        return self.decision in (Decision.ATTACH, Decision.DELIVER) and not self.ending
+
+    @property
+    def following(self) -> str:
+        """Returns a sentence about a run that is not submitted again, with what differs from the requested training."""
+        directory = self.own.run.directory
+        if self.decision is Decision.DELIVER:
+            return f"delivered: the run in {directory} has succeeded before{self.changes}"
+        return f"attached to the run in {directory}, which continues as it began{self.changes}"
+
+    @property
+    def changes(self) -> str:
+        """Returns the end of a sentence about a run that is continued: what has changed."""
+        names = describe(self.comparison.differing + self.comparison.ignored)
+        return f"; changed since: {names}" if names else ""
 
 
 def check_owner(run: RunDirectory) -> None:
@@ -52,41 +64,21 @@ def check_owner(run: RunDirectory) -> None:
         raise InvalidJobError(f"the run directory {run.directory} {why}", code="RZ-1010")
 
 
-def newest(run: RunDirectory) -> tuple[int, Job | None]:
-    """Returns number and job of the run's last submission; the job is None if there is no run. Starts nothing.
+def find(run: RunDirectory) -> RunHandle[Any] | None:
+    """Returns a handle of the run in this directory, or None if there is none yet. Starts nothing.
 
     Raises:
         InvalidJobError: the store cannot be read, or the directory belongs to another user.
     """
-    check_owner(run)
-    try:
-        return run.newest()
-    except RunNotFoundError as error:
-        raise unreadable(run, error) from error
-    except OSError as error:
-        raise InvalidJobError(f"the store cannot be read: {run.directory}: {error}") from error
-
-
-def find(run: RunDirectory) -> RunHandle[Any] | None:
-    """Returns a handle of the run in this directory, or None if there is none yet. Raises like `newest`."""
-    job = newest(run)[1]
+    with storing(run):
+        check_owner(run)
+        job = run.newest()[1]
     return RunHandle(run.directory, job=job) if job else None
 
 
-def unreadable(run: RunDirectory, error: RunNotFoundError) -> InvalidJobError:
-    """Returns the error for a run whose files cannot be read."""
-    return InvalidJobError(
-        f"a run is in {run.directory} and cannot be read ({error}): it may be running or hold a result, so it is not "
-        "replaced: remove its directory, or choose another run_id"
-    )
-
-
-def is_repeated(job: Job, generation: str) -> bool:
-    """Returns True if the orchestrator repeats the try that submitted a job by itself: of one chain of tries."""
-    return bool(generation) and generation == job.generation
-
-
-def assess(own: Submission, asked: Identity, generation: str, caller: PipelineTry | None, *, by_name: bool) -> Existing:
+def assess(
+    own: Submission, asked: Mapping[str, str], generation: str, caller: PipelineTry | None, *, by_name: bool
+) -> Existing:
     """Returns what submitting a training under this run id would mean now.
 
     A driver on another host is polled until it shows a heartbeat or counts as dead. If the orchestrator of the caller,
@@ -101,13 +93,11 @@ def assess(own: Submission, asked: Identity, generation: str, caller: PipelineTr
     if caller and delivered.receiver and not delivered.acknowledged and caller.has_accepted(delivered.receiver):
         delivered = replace(delivered, acknowledged=True)
         own.record_delivery(delivered)
-    automatic = is_repeated(job, generation)
-    comparison = compare(Identity.of(job.identity_parts), asked, automatic=automatic)
+    comparison = compare(job.identity_parts, asked, automatic=(automatic := is_repeated(job, generation)))
     decision = decide(
         status.state,
         same_training=comparison.same,
         acknowledged=delivered.acknowledged,
-        ending=ending,
         same_generation=caller is not None and delivered.acknowledged and caller.repeats(delivered.receiver),
         by_name=by_name,
         automatic=automatic,
@@ -115,22 +105,12 @@ def assess(own: Submission, asked: Identity, generation: str, caller: PipelineTr
     if decision is Decision.DELIVER and status.result and not store.exists(own.result_path(status.result["uri"])):
         logger.warning("the result of run %s was deleted, so it resumes from its last checkpoint", own.run.directory)
         decision = Decision.RESUME
-    return Existing(job, status, decision, ending, comparison)
+    return Existing(own, status, decision, ending, comparison)
 
 
-def following(existing: Existing, directory: str) -> str:
-    """Returns a sentence about a run that is not started again, with what differs from the requested training."""
-    if existing.decision is Decision.DELIVER:
-        what = f"delivered: the run in {directory} has succeeded before"
-    else:
-        what = f"attached to the run in {directory}, which continues as it began"
-    return what + changes(existing)
-
-
-def changes(existing: Existing) -> str:
-    """Returns the end of a sentence about a run that is continued: what has changed."""
-    names = describe(existing.comparison.differing + existing.comparison.ignored)
-    return f"; changed since: {names}" if names else ""
+def is_repeated(job: Job, generation: str) -> bool:
+    """Returns True if the orchestrator repeats the try that submitted a job by itself: of one chain of tries."""
+    return bool(generation) and generation == job.generation
 
 
 def _state(own: Submission) -> tuple[RunStatus, bool]:
@@ -183,13 +163,18 @@ def storing(run: RunDirectory) -> Iterator[None]:
         yield
     except InvalidJobError:
         raise
+    except RunNotFoundError as error:
+        raise InvalidJobError(
+            f"a run is in {run.directory} and cannot be read ({error}): it may be running or hold a result, so it is "
+            "not replaced: remove its directory, or choose another run_id"
+        ) from error
     except (OSError, ImportError, ValueError) as error:
-        raise InvalidJobError(f"the store cannot be written: {run.directory}: {error}", code="RZ-1008") from error
+        raise InvalidJobError(f"the store cannot be used: {run.directory}: {error}", code="RZ-1008") from error
 
 
 def check_writable(run: RunDirectory) -> None:
     """Writes into the store, which may raise. Raises InvalidJobError if the directory holds files of others."""
-    if store.exists(run.directory) and not run.is_own() and (found := run.strangers()):
+    if store.exists(run.directory) and not run.names() and (found := run.strangers()):
         raise InvalidJobError(
             f"{run.directory} holds files of others ({', '.join(sorted(found)[:5])}), so it cannot "
             "become a run directory: choose another run_id or another store"
@@ -213,17 +198,17 @@ def claim(own: Submission, files: Mapping[str, list[Part]]) -> bool:
                 return True
         except FileNotFoundError:
             # The run was removed meanwhile.
-            if own.run.is_own() and store.exists(own.directory):
+            if own.run.names() and store.exists(own.directory):
                 raise
         store.remove(own.directory)
         return False
 
 
-def behind(run: RunDirectory, found: Existing | None, job: Job) -> Job:
+def behind(found: Existing | None, job: Job) -> Job:
     """Returns the job of the next submission, which continues the training of the existing run if that is decided."""
     if found is None:
         return replace(job, beginning="from scratch: it is the first submission under this id")
-    before = Submission(run, found.job)
+    before = found.own
     places = [*before.earlier(), before.directory]
     attempts = [int(name.partition("-")[0]) for place in places for name in list_folders(place)]
     job = replace(job, first_attempt=1 + max([found.status.attempt, *attempts]))
@@ -235,7 +220,7 @@ def behind(run: RunDirectory, found: Existing | None, job: Job) -> Job:
     place = f"checkpoint {committed[-1].id}" if committed else "its beginning, since no checkpoint counts"
     return replace(
         job,
-        beginning=f"resumed from {place}; to start over, change code_version{changes(found)}",
+        beginning=f"resumed from {place}; to start over, change code_version{found.changes}",
         earlier=[*before.job.earlier, before.name],
         # A driver that was killed may not have written its last status.
         metrics={**found.status.metrics, **(committed[-1].metrics if committed else {})},

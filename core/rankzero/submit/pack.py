@@ -30,7 +30,7 @@ from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
 from rankzero.kinds import NumProcesses
 from rankzero.run import identity
-from rankzero.run.identity import DIGITS, Identity
+from rankzero.run.identity import DIGITS
 from rankzero.submit import code_modules
 from rankzero.submit.code_files import Modules, UserCode
 from rankzero.submit.code_source import IMPORTERS, NOTHING, Source, digest_of_source, source_of_code
@@ -71,15 +71,15 @@ class Payload:
 
     def identity(
         self, world_size: NumProcesses, code_version: str | None = None, user_code: UserCode | None = None
-    ) -> Identity:
-        """Returns the identity of the training, equal in every process; ``code_version`` replaces all code in it."""
+    ) -> dict[str, str]:
+        """Returns the checksums of the training's parts by name; ``code_version`` replaces those of its code."""
         digest_of, train = Contents().digest_of, self.training
         parts = {identity.NUM_PROCESSES: repr(world_size)}
         for name, value in self.arguments.items():
             parts[f"{identity.ARGUMENT}{name}"] = _compared(f"the argument {name}", digest_of, value)
         if code_version is not None:
             version = hashlib.sha256(repr(code_version).encode()).hexdigest()
-            return Identity.of(parts, **{identity.CODE_VERSION: version[:DIGITS]})
+            return parts | {identity.CODE_VERSION: version[:DIGITS]}
         if user_code and user_code.sent:
             parts[identity.SENT_CODE] = user_code.sent[0][:DIGITS]
         if isinstance(train, Program):
@@ -89,8 +89,7 @@ class Payload:
             parts[identity.TRAIN] = own[:DIGITS]
         else:
             parts[identity.TRAIN] = _compared("the function", digest_of, train)
-        parts |= {f"{identity.MODULE}{name}": digest[:DIGITS] for name, digest in self.modules.counted.items()}
-        return Identity.of(parts)
+        return parts | {f"{identity.MODULE}{name}": digest[:DIGITS] for name, digest in self.modules.counted.items()}
 
 
 def _compared(what: str, digest_of: Callable[[object], str], value: object) -> str:

@@ -4,7 +4,8 @@ Code and arguments are packed first, since files may change meanwhile. Then it i
 run; rows of DataFrames are computed only if the training starts or resumes. A submitter writes the files of its
 submission into a folder that no other one has, then creates the job, which is the claim of its number: of two
 submitters one wins, and the other looks again. One that dies before that leaves garbage. After it and before the
-driver's first heartbeat, the run counts as one whose driver died, and the next submission continues it.
+driver's first heartbeat, the run counts as one whose driver died as soon as a heartbeat is overdue or its owner has
+exited, and the next submission continues it.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from rankzero import store
 from rankzero.data.manifest import FILE, to_bytes
 from rankzero.engines.base import Engine
 from rankzero.errors import EngineError, InvalidJobError, RankZeroError, RunCancelledError, RunNotFoundError, located
-from rankzero.host.processes import describe_process, this_process
+from rankzero.host.processes import describe_process
 from rankzero.job import Job
 from rankzero.kinds import NumProcesses
 from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.handle import RunHandle
-from rankzero.run.identity import DATASET, Decision, Identity, compare, describe
+from rankzero.run.identity import DATASET, Decision, compare, describe, digest_of_parts
 from rankzero.run.tries import PipelineTry
 from rankzero.submit import datasets, existing, pack
 from rankzero.submit.code_files import UserCode
@@ -119,10 +120,10 @@ class Submitter:
         self.existing: Existing | None = None
         self._request = request
         self._payload = payload = pack.build(train, args, kwargs, request.restart_on)
-        self._identity = dict(payload.identity(request.num_processes, template.code_version, request.code).parts)
+        self._identity = payload.identity(request.num_processes, template.code_version, request.code)
         # The trainer of a compatibility layer may continue runs by their names. That of a step is named by the step.
         self._by_name = bool(getattr(train, "resumes_by_name", False)) and not template.generation
-        self._sources = datasets.Sources(request.sources, engine)
+        self._sources = datasets.Sources(request.sources, engine, template.generation)
         if isinstance(train, (list, tuple)) and template.hang_timeout:
             raise InvalidJobError(
                 "hang_timeout needs a function or a script: a command reports no progress; use timeout="
@@ -133,7 +134,6 @@ class Submitter:
             name=payload.name,
             engine=engine.to_spec()[0],
             params=params_of(payload.training, args, kwargs, request.env),
-            submitter=this_process(),
         )
         engine.check(job)
         engine.check_store(request.root)
@@ -156,25 +156,26 @@ class Submitter:
         """Takes the next step about the run under the id; False if it must be looked at again."""
         run, found = self.run, None
         with existing.storing(run):
-            number, job = existing.newest(run)
+            existing.check_owner(run)
+            number, job = run.newest()
             if job:
                 before = Submission(run, job)
                 try:
                     found = self._assess(before)
-                except RunNotFoundError as error:
+                except RunNotFoundError:
                     if before.is_there():
-                        raise existing.unreadable(run, error) from error
+                        raise
                     return False
                 if found.ending:
                     existing.await_end(before)
                     return False
-                if found.decision in (Decision.ATTACH, Decision.DELIVER):
+                if found.is_followed:
                     if self._request.caller is None:
-                        logger.warning("%s", existing.following(found, run.directory))
+                        logger.warning("%s", found.following)
                     self.existing = found
                     return True
                 if not found.status.final:
-                    self._replace(before, found)
+                    self._replace(found)
                     return False
                 # Its folder may have been deleted. If the whole run was, no claim of the next number succeeds.
                 with contextlib.suppress(FileNotFoundError):
@@ -183,64 +184,53 @@ class Submitter:
                         return False
         return self._start(number + 1, found)
 
-    def _replace(self, before: Submission, found: Existing) -> None:
+    def _replace(self, found: Existing) -> None:
         """Ends a living run of another training for a pipeline step. Raises InvalidJobError for another caller."""
         what, directory = describe(found.comparison.differing), self.run.directory
         if self._request.caller is None:
             raise InvalidJobError(
-                f"run_id {found.job.run_id!r} is running another training (different: {what}): cancel it with "
+                f"run_id {found.own.job.run_id!r} is running another training (different: {what}): cancel it with "
                 f"RunHandle.attach({directory!r}).cancel(), or choose another run_id",
                 code="RZ-1009",
             )
-        RunHandle[Any](directory, job=found.job).cancel(reason="another training was submitted in its place")
-        existing.await_end(before)
+        RunHandle[Any](directory, job=found.own.job).cancel(reason="another training was submitted in its place")
+        existing.await_end(found.own)
         logger.warning("ended the run in %s: changed since: %s", directory, what)
 
-    def _asked(self, digests: Mapping[str, str]) -> Identity:
-        """Returns the facts that decide about an existing run, given the checksums of the datasets."""
-        return Identity.of({**self._identity, **{f"{DATASET}{name}": digest for name, digest in digests.items()}})
-
-    def _kept(self, before: Submission) -> dict[str, Any]:
-        return datasets.of_earlier_try(before, self._request.sources, self._request.template.generation)
+    def _asked(self, digests: Mapping[str, str]) -> dict[str, str]:
+        """Returns the identity of the training, given the checksums of its datasets."""
+        return self._identity | {f"{DATASET}{name}": digest for name, digest in digests.items()}
 
     def _assess(self, before: Submission) -> Existing:
-        """Returns the existing run. Spark computes checksums of DataFrames only if the run would be followed."""
-        kept, generation = self._kept(before), self._request.template.generation
+        """Returns the existing run. Spark computes checksums of DataFrames only if they decide that it is followed."""
+        generation, parts = self._request.template.generation, before.job.identity_parts
 
-        def assess(assumed: Mapping[str, str] | None) -> Existing:
-            asked = self._asked(self._sources.digests(kept, generation, assumed))
+        def assess(frames: Mapping[str, str] | None) -> Existing:
+            asked = self._asked(self._sources.digests(frames))
             return existing.assess(before, asked, generation, self._request.caller, by_name=self._by_name)
 
-        parts = before.job.identity_parts.items()
-        found = assess({name.removeprefix(DATASET): digest for name, digest in parts if name.startswith(DATASET)})
-        is_followed = found.decision in (Decision.ATTACH, Decision.DELIVER) and not found.ending
-        return assess(None) if is_followed and self._sources.has_frames(kept) else found
+        found = assess({name.removeprefix(DATASET): parts[name] for name in parts if name.startswith(DATASET)})
+        # The next try of a chain follows whatever differs.
+        decides = found.is_followed and not existing.is_repeated(before.job, generation)
+        return assess(None) if decides and self._sources.has_frames else found
 
     def _start(self, number: int, found: Existing | None) -> bool:
         """Computes the rows and makes the submission; False if another process was faster."""
         request, run = self._request, self.run
-        earlier, kept = dict[str, Any](), dict[str, Any]()
         with existing.storing(run):
             existing.check_writable(run)
-            if found and request.sources:
-                before = Submission(run, found.job)
-                earlier = datasets.earlier(before)
-                if found.decision is Decision.RESUME and datasets.are_readable(same := self._kept(before)):
-                    kept = same
         job = replace(self._job, submission=number, nonce=secrets.token_hex(8))
         own = Submission(run, job)
         try:
-            manifests, queries = self._sources.collect(own, kept, earlier)
-            generation = request.template.generation
-            texts = {name: f"{query} {generation}".strip() for name, query in queries.items()}
-            identity = self._asked({name: manifest.digest for name, manifest in manifests.items()} | texts)
+            manifests, queries, digests = self._sources.collect(own, found.own if found else None)
+            identity = self._asked(digests)
             if found and found.decision is Decision.RESUME and not self._by_name:
                 # Only now all rows are known.
-                automatic = existing.is_repeated(found.job, generation)
-                comparison = compare(Identity.of(found.job.identity_parts), identity, automatic=automatic)
+                automatic = existing.is_repeated(found.own.job, request.template.generation)
+                comparison = compare(found.own.job.identity_parts, identity, automatic=automatic)
                 decision = Decision.RESUME if comparison.same else Decision.FRESH
                 found = replace(found, decision=decision, comparison=comparison)
-            job = replace(job, identity=identity.digest, identity_parts=dict(identity.parts), queries=queries)
+            job = replace(job, identity=digest_of_parts(identity), identity_parts=identity, queries=queries)
             files = {"payload.pkl": self._payload.data}
             sent = request.code.sent
             parts = {"modules.zip": self._payload.modules.zipped, "code.zip": sent[1] if sent else None}
@@ -249,7 +239,7 @@ class Submitter:
             described = {name: _described(own.path(name), content) for name, content in files.items()}
             described |= _describe_arguments(self._payload)
             with existing.storing(run):
-                job = replace(existing.behind(run, found, job), files=described)
+                job = replace(existing.behind(found, job), files=described)
             self.own = own = Submission(run, job)
             if not existing.claim(own, files):
                 self.own = None

@@ -146,7 +146,7 @@ def training_of(run: RunHandle[Any]) -> str:
 def _tags_of(run: RunHandle[Any]) -> dict[str, Any]:
     own = {"run_id": run.id, "identity": run.job.identity, "code_version": run.job.code_version}
     known = {f"rankzero.{name}": value for name, value in own.items() if value}
-    return {**known, **run.labels}
+    return {**known, **run.job.labels}
 
 
 def _cut(tags: Mapping[str, Any]) -> dict[str, str]:

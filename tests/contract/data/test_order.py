@@ -14,7 +14,7 @@ from rankzero.data import order
 from rankzero.data.manifest import File, Manifest, encode_schema
 from rankzero.data.order import Order
 from rankzero.data.shares import Batches, split
-from rankzero.submit.paths import manifest_of_path
+from rankzero.submit.datasets import manifest_of_path
 from rankzero.train import DatasetShard, TrainContext
 
 

@@ -25,8 +25,8 @@ from rankzero import InvalidJobError, Launcher, ResultError, SparkEngine, store
 from rankzero.data import order, reader
 from rankzero.data.files import filesystem_of
 from rankzero.data.manifest import Manifest
-from rankzero.submit import paths
-from rankzero.submit.paths import manifest_of_path
+from rankzero.submit import datasets
+from rankzero.submit.datasets import manifest_of_path
 from rankzero.train import DatasetShard, TrainContext
 
 
@@ -276,7 +276,7 @@ def test_a_process_ends_in_the_middle_of_an_epoch_and_with_it_rows_that_no_run_w
 ) -> None:
     program = f"""
 import rankzero.train as rt
-from rankzero.submit.paths import manifest_of_path
+from rankzero.submit.datasets import manifest_of_path
 from rankzero.train import batches, context, data_loader
 from rankzero.train.context import TrainContext
 from rankzero.train.dataset import DatasetShard
@@ -409,7 +409,7 @@ def test_other_rows_under_the_same_statistics_are_another_table(tmp_path: Path) 
 
 
 def test_an_object_store_is_asked_what_its_files_are(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "digest_of", None)
+    monkeypatch.setattr(datasets, "digest_of", None)
     first, again, other = flipped(f"{bucket}/table")
     assert first == again != other
     assert manifest_of_path(f"{bucket}/table/part-0.parquet", "train").rows == 1000

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import find
 from tests.runs import submitted
 
 from rankzero import InvalidJobError, Launcher, SparkSubmitEngine
@@ -121,7 +122,7 @@ def test_a_submission_that_fails_is_recorded_with_its_cause(
     launcher = Launcher(2, engine=SparkSubmitEngine("spark://head:7077"), store=tmp_path, run_id="one")
     with pytest.raises(type(error)):
         getattr(launcher, name)(len, "abc")
-    found = launcher.find()
+    found = find(launcher)
     assert found is not None
     assert found.status().state == state
     assert words in str(found.status().error)

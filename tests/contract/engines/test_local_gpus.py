@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.conftest import until
+from tests.conftest import find, until
 
 from rankzero import InsufficientSlotsError, Launcher, StartTimeoutError
 from rankzero.agent.ranks import visible_gpus
@@ -111,7 +111,7 @@ def test_two_runs_of_one_machine_share_its_gpus_out(
     first = launcher.options(run_id="first")
     thread = threading.Thread(target=lambda: values.append(first.run(hold)))
     thread.start()
-    until(lambda: (run := first.find()) and run.status().state == "running", WAIT, "the first run")
+    until(lambda: (run := find(first)) and run.status().state == "running", WAIT, "the first run")
     assert launcher.options(num_processes=2).run(visible) == f"{SECOND},{THIRD}"
     # Waited for, like the places of a cluster; more than there are is known at once.
     with pytest.raises(StartTimeoutError, match="GPUs, some of which other runs use: it offers 2 of the 3"):

@@ -170,7 +170,7 @@ def test_cancelling_the_spark_job_ends_the_run_with_that_cause(
         deadline = time.monotonic() + WAIT
         while time.monotonic() < deadline:
             run = RunDirectory(os.path.join(str(on_session.store), "foreign"))
-            if tracker.getActiveJobsIds() and run.find_job():
+            if tracker.getActiveJobsIds() and run.newest()[1]:
                 status = RunHandle.attach(run.directory).status()
                 if status.state == "running":
                     session.sparkContext.cancelAllJobs()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests import servers
-from tests.conftest import until
+from tests.conftest import find, until
 from tests.contract.engines.conftest import Standalone
 from tests.services import spark_session
 
@@ -74,7 +74,7 @@ def test_a_task_with_two_gpus_runs_two_ranks(
     assert "cannot use CUDA" in device
     assert "/work/worker" in directory, "the ranks must have run on the cluster's workers"
     assert "spark.dynamicAllocation.enabled=false, which this run needs" in capsys.readouterr().out
-    run = named.find()
+    run = find(named)
     assert run is not None
     assert str(run.status().engine_url).startswith("http://")
 
@@ -98,7 +98,7 @@ def await_event(launcher: Launcher, sign: str) -> None:
     """Until an event of the launcher's run has these words."""
 
     def look() -> bool:
-        run = launcher.find()
+        run = find(launcher)
         return bool(run) and any(sign in json.dumps(event) for event in run.events())
 
     until(look, WAIT, sign)

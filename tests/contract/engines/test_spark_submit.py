@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests import servers
-from tests.conftest import ROOT, free_port, until
+from tests.conftest import ROOT, find, free_port, until
 from tests.contract.engines.conftest import Standalone
 
 from rankzero import (
@@ -144,7 +144,7 @@ def test_a_cluster_that_cannot_be_reached_fails_the_run_with_its_words(launcher:
     nobody = launcher.options(engine=cluster_engine(f"spark://127.0.0.1:{free_port()}"), run_id="nobody")
     with pytest.raises(EngineError, match="did not take the driver"):
         nobody.submit(who_is_there)
-    found = nobody.find()
+    found = find(nobody)
     assert found is not None
     assert found.status().state == "failed"
 

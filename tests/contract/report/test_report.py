@@ -26,7 +26,7 @@ from rankzero.cli import main
 from rankzero.report import page, serve, summary
 from rankzero.report.serve import ReportServer
 from rankzero.report.summary import Summary
-from rankzero.run.names import EVENTS
+from rankzero.run.directory import EVENTS
 
 TOKEN = "a-token-of-letters"
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028 {{SCRIPT}} &amp;"

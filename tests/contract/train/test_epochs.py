@@ -11,7 +11,7 @@ from tests.contract.train.test_data_loader import Stateful
 from torch.utils.data import DataLoader
 
 import rankzero.train as rt
-from rankzero.submit.paths import manifest_of_path
+from rankzero.submit.datasets import manifest_of_path
 
 ROWS = 12
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import until
+from tests.conftest import find, until
 from tests.contract.kinds_of_values import same
 
 import rankzero.train as rt
@@ -108,7 +108,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunHandle[Any], d
     """A run of two ranks that has written a state."""
     launcher = Launcher(WRITERS, store=tmp_path_factory.mktemp("store"), run_id="written")
     expected = launcher.run(write)
-    handle = launcher.find()
+    handle = find(launcher)
     assert handle
     return handle, expected
 

@@ -33,6 +33,7 @@ from rankzero.compat.ray_train import (
     train,
 )
 from rankzero.compat.ray_train.config import ABSENT, UnsupportedError
+from rankzero.pipeline import open_run
 
 FitsLoop = Callable[..., Result]
 
@@ -123,7 +124,7 @@ def test_who_a_worker_is(fit: FitsLoop, tmp_path: Path) -> None:
     found = fit(loop, {"model": ref, "list": [ref], "lr": 0.5}, run={"worker_runtime_env": variables}).return_value
     assert [row[:4] for row in found] == [[0, 0, 0, 0], [1, 1, 1, 1]]
     assert found[1][4:-1] == [2, 2, "run", "cpu", "true", "of-the-trainer"]
-    assert found[1][-1] == {"model": [1, 2], "list": [[1, 2]], "lr": 0.5}, "references are opened in the workers"
+    assert found[1][-1] == {"model": [1, 2], "list": [[1, 2]], "lr": 0.5}, "references are handle in the workers"
 
 
 def scored(config: dict[str, Any]) -> Any:
@@ -265,10 +266,10 @@ def test_the_run_of_a_pipeline_step_is_the_steps_whatever_name_its_trainer_has(t
     only_try: Any = SimpleNamespace(**facts, **answers)
     for step in ("monday", "tuesday"):
         launcher = Launcher(1, store=tmp_path / "of-the-step", run_id=step)
-        with launcher.durable(trainer, (), {}, only_try, logging.getLogger(__name__)) as opened:
-            opened.handle.wait()
-        assert opened.handle.directory == str(tmp_path / "of-the-step" / step)
-        assert opened.handle.status().state == "succeeded"
+        with open_run(launcher, trainer, (), {}, only_try, logging.getLogger(__name__)) as handle:
+            handle.wait()
+        assert handle.directory == str(tmp_path / "of-the-step" / step)
+        assert handle.status().state == "succeeded"
     assert not (tmp_path / "of-the-trainer").exists()
 
 

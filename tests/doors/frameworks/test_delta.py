@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ import pytest
 
 import rankzero.train as rt
 from rankzero import InvalidJobError, Launcher
-from rankzero.submit import paths
-from rankzero.submit.paths import manifest_of_path
+from rankzero.submit.datasets import manifest_of_path
 
 deltalake = pytest.importorskip("deltalake", reason="make test-frameworks")
 
@@ -57,13 +55,6 @@ def test_its_size_is_that_of_its_rows_in_memory(tmp_path: Path) -> None:
     names = {"name": [f"{row % 7:0100}" for row in range(20_000)]}
     deltalake.write_deltalake(str(tmp_path / "table"), pa.table(names))
     assert manifest_of_path(str(tmp_path / "table"), "train").row_size == pytest.approx(104, rel=0.1)
-
-
-def test_an_older_version_is_read_by_its_path(table: str, launcher: Launcher) -> None:
-    old = launcher.options(num_processes=1, dataset=f"{table}@v0").run(seen)
-    assert old == expected(range(100))
-    with pytest.raises(InvalidJobError, match="9"):
-        manifest_of_path(f"{table}@v9", "train")
 
 
 def test_rows_that_were_deleted_are_not_read(table: str, launcher: Launcher) -> None:
@@ -113,13 +104,3 @@ def test_deletion_vectors_are_refused(table: str) -> None:
     Path(table, "_delta_log", f"{2:020d}.json").write_text(json.dumps({"protocol": protocol}))
     with pytest.raises(InvalidJobError, match="deletionVectors"):
         manifest_of_path(table, "train")
-
-
-def test_files_of_an_earlier_version_are_unchanged_until_they_are_removed(tmp_path: Path) -> None:
-    location = str(tmp_path / "table")
-    deltalake.write_deltalake(location, pa.table({"id": [1, 2]}))
-    before = manifest_of_path(location, "train")
-    deltalake.write_deltalake(location, pa.table({"id": [3]}), mode="append")
-    assert paths.is_unchanged(before, location, "train")
-    os.unlink(before.files[0].location)
-    assert not paths.is_unchanged(before, location, "train")

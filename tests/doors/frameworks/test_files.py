@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import until
 
 from rankzero import InvalidJobError, Launcher, WorkerFailedError, store
-from rankzero.run.names import EVENTS
+from rankzero.run.directory import EVENTS
 from rankzero.tracking import TensorBoard
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import find
 from tests.docs.pages import blocks
 
 from rankzero import InvalidJobError, Launcher, WorkerFailedError
@@ -86,7 +87,7 @@ def test_a_rank_that_works_alone_after_lightnings_fit_succeeds(
         return "exported"
 
     assert launcher.options(run_id="alone").run(train) == "exported"
-    handle = launcher.options(run_id="alone").find()
+    handle = find(launcher.options(run_id="alone"))
     assert handle is not None
     assert any("rank 1 returned, without other progress" in line for line in handle.logs(rank=0))
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.conftest import of_ranks
+from tests.conftest import find, of_ranks
 
 import rankzero.train as rt
 from rankzero import Launcher, ResultError, WorkerFailedError, bounds
@@ -62,7 +62,7 @@ def test_a_checkpoint_overtakes_no_report(launcher: Launcher) -> None:
 
     launcher = launcher.options(num_processes=1, run_id="ordered")
     launcher.run(train)
-    handle = launcher.find()
+    handle = find(launcher)
     assert handle
     kinds = [event["type"] for event in handle.events()]
     assert kinds.index("metric") < kinds.index("checkpoint")
@@ -104,7 +104,7 @@ def test_reports_of_threads_and_of_signal_handlers_all_arrive_and_leave_no_memor
 
     launcher = launcher.options(num_processes=1, run_id="threads")
     count, left = launcher.run(train)
-    handle = launcher.find()
+    handle = find(launcher)
     assert handle
     rows = handle.metrics()
     assert sorted(row["n"] for row in rows if "n" in row) == sorted([*range(COUNT)] * 4)
@@ -121,7 +121,7 @@ def test_the_last_reports_before_a_kill_arrive(launcher: Launcher) -> None:
     launcher = launcher.options(num_processes=1, run_id="killed")
     with pytest.raises(WorkerFailedError, match="SIGKILL"):
         launcher.run(train)
-    handle = launcher.find()
+    handle = find(launcher)
     assert handle
     assert [row["number"] for row in handle.metrics()] == list(range(LINES))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.conftest import is_alive, until
+from tests.conftest import find, is_alive, until
 
 from rankzero import EngineError, Launcher
 from rankzero.engines.local import LocalGroup
@@ -257,7 +257,7 @@ def test_a_module_that_cannot_be_loaded_ahead_costs_a_line(
     module_ahead.write_text(source)
     launcher = launcher.options(num_processes=1, run_id="one")
     assert launcher.run(is_fork) is is_warm
-    handle = launcher.find()
+    handle = find(launcher)
     assert handle
     assert [line in one for one in handle.logs() if "ahead" in one] == [True]
     # The next launch waits for nothing.

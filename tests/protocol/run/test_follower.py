@@ -41,7 +41,7 @@ def test_a_follower_yields_lines_metrics_and_the_end_once(tmp_path: Path) -> Non
     assert handle.result() == "value"
     # A later follower that attaches sees the same; this one has nothing new.
     assert list(follower.poll()) == []
-    again = [event.text for event in Follower(handle, attached=True).poll() if isinstance(event, LineWritten)]
+    again = [event.text for event in Follower(handle).poll() if isinstance(event, LineWritten)]
     assert sorted(again) == sorted(lines)
 
 
@@ -107,7 +107,6 @@ def test_a_follower_renews_the_lease_also_while_it_shows_lines_or_none(run: Subm
 def test_a_follower_skips_what_it_is_too_far_behind(run: Submission, monkeypatch: pytest.MonkeyPatch) -> None:
     line = len("[1] line 000\n")
     monkeypatch.setattr(followers, "BEHIND_BYTES", 5 * line)
-    monkeypatch.setattr(followers, "LAST_BYTES", 3 * line)
     follower = follow(run)
     assert len(lines(follower, run, status())) == 3
 
@@ -127,7 +126,4 @@ def test_a_follower_skips_what_it_is_too_far_behind(run: Submission, monkeypatch
     assert next(shown) == LineWritten("[1] line 000")
     write(100)
     assert list(shown) == [LineWritten(f"[1] line {number:03}") for number in range(1, 4)]
-    # At the end the result waits for the follower.
-    assert lines(follower, run, status(failed_rank=1)) == [left_out, "[1] line 098", "[1] line 099"]
-    # So do those who attach wait for a follower that has shown what was before.
-    assert lines(follow(run, attached=True), run, status()) == [left_out, "[1] line 098", "[1] line 099"]
+    assert lines(follow(run), run, status(1)) == [left_out, *(f"[1] line {number:03}" for number in range(96, 100))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from rankzero import RunHandle, store
 from rankzero.driver.recorder import Recorder
 from rankzero.masking import Mask
 from rankzero.run.directory import Submission
-from rankzero.run.output import level_of
 
 HOUR = 3600.0
 BEGIN = 1_800_000_000.0
@@ -75,10 +73,3 @@ def test_a_line_that_only_begins_like_a_time_has_none(tmp_path: Path) -> None:
     own = submitted(str(tmp_path / "run"))
     Path(own.path("lines")).write_text("[0] 2026-13-45T99:99:99.999Z\tno time\n")
     assert [line.time for line in RunHandle.attach(own.run.directory).lines()] == [None]
-
-
-@pytest.mark.parametrize(
-    ("line", "level"), [("[3] ERROR: no such file", logging.ERROR), ("[3] no ERROR at all", logging.INFO)]
-)
-def test_a_line_has_the_level_that_it_begins_with(line: str, level: int) -> None:
-    assert level_of(line) == level

@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from tests.conftest import find
 
 from rankzero import InvalidJobError, Launcher, store
 from rankzero.run.directory import RunDirectory
@@ -83,12 +84,12 @@ def test_a_directory_with_files_of_a_removed_run_becomes_a_run_directory(
     if place == "bucket":
         launcher = launcher.options(store=f"{request.getfixturevalue('bucket')}/runs")
     launcher.run(write_everything)
-    handle = launcher.find()
+    handle = find(launcher)
     assert handle
     run = RunDirectory(handle.directory)
     assert run.strangers() == []
     store.remove(run.job_path(0))
-    assert launcher.find() is None
+    assert find(launcher) is None
     launcher.run(write_everything)
 
 

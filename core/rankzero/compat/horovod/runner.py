@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import pickle
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rankzero.compat.torch_distributor import active_session, engine_of_session
 from rankzero.errors import EngineError, InvalidJobError
-from rankzero.launcher import Launcher
-from rankzero.run.output import is_own
+from rankzero.launcher import Launcher, follow_run
 from rankzero.run.printing import print_line
+
+_OWN = re.compile(r"(?:\[\d+\] )?rankzero: ")  # Begins a line of rankzero itself, which no verbosity hides
 
 MESSAGE = "log_to_driver: "
 """Prefix of a line of `log_to_driver`."""
@@ -58,10 +60,10 @@ class HorovodRunner:
         if np > 0 and engine is None:
             engine = _on_spark(np).engine
         launcher = self._launcher.options(num_processes=abs(np), engine=engine)
-        return launcher.followed(main, (), kwargs, self._show)[0]
+        return follow_run(launcher, main, (), kwargs, self._show)[0]
 
     def _show(self, line: str, run_id: str) -> None:
-        if self.driver_log_verbosity == "all" or is_own(line):
+        if self.driver_log_verbosity == "all" or _OWN.match(line):
             print_line(line, run_id)
         elif MESSAGE in line:
             print_line(line.replace(MESSAGE, "", 1), run_id)

@@ -97,11 +97,11 @@ class TorchTrainer:
     def fit(self) -> Result:
         """Trains, and returns the result. Raises TrainingFailedError, which describes the first cause."""
         from rankzero.compat.torch_distributor import active_session, engine_of_session
-        from rankzero.launcher import Launcher
+        from rankzero.launcher import Launcher, follow_run
 
         session = active_session()
         launcher = self._launcher or Launcher(engine=None if session is None else engine_of_session(session))
-        value, handle = launcher.followed(self, (), {})
+        value, handle = follow_run(launcher, self, (), {})
         return result_of(handle, value)
 
     def launch_options(self) -> dict[str, Any]:

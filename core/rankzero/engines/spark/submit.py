@@ -26,7 +26,7 @@ from rankzero.engines.spark.engine import SparkEngine
 from rankzero.engines.spark.jvm import find_java
 from rankzero.errors import EngineError, InvalidJobError
 from rankzero.masking import is_secret
-from rankzero.run.names import DRIVER_LOG
+from rankzero.run.directory import DRIVER_LOG
 
 if TYPE_CHECKING:
     from rankzero.run.directory import Submission
