@@ -20,7 +20,6 @@ from rankzero.store import remote
 from rankzero.values import formats
 
 PART_UPLOAD_TIMEOUT = bounds.scaled(30.0)  # From the first failed write of a part until the rank gives up
-
 _COPY_CHUNK = 8 << 20
 
 Part = Mapping[str, Any]
