@@ -54,7 +54,7 @@ def main() -> None:
 
             started = time.perf_counter()
             with open_run(launcher, talk, (LINES // RANKS,), {}) as handle:
-                for line in handle.output.lines(handle.output.start(), follow=True):
+                for line in handle.lines(follow=True):
                     take(line.prefixed)
             rates.append(count / (time.perf_counter() - started))
             printed.append(handle.result())

@@ -74,7 +74,7 @@ def test_a_module_of_a_decorated_function_exists_once_in_a_rank(
     (tmp_path / f"{name}.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     module = load_module(name)
-    assert module.train() == (True, name)
+    assert module.train() == module.train.options(start_timeout=60.0)() == (True, name)
     assert pickle.loads(pickle.dumps(module.train)) is module.train
 
 

@@ -102,6 +102,21 @@ def test_a_driver_that_ends_before_its_first_heartbeat_is_dead(
     assert "died without ending the run" in str(first.status().error)
 
 
+def test_a_driver_that_dies_at_its_start_does_not_keep_its_run_id(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = launcher.options(run_id="run", engine=Apart(), num_processes=1)
+    with monkeypatch.context() as starting:
+        starting.setattr(sys, "executable", "/bin/false")
+        with pytest.raises(EngineError, match="died without ending the run"):
+            launcher.run(max, 1, 2)
+    first = RunHandle[int].attach(f"{launcher.store}/run")
+    assert first.own.end(), "only this process knows of the end at once"
+    # Other processes know it from the heartbeat that does not come, not from its owner, which is a notebook perhaps.
+    assert first.driver_lives(RunStatus()) is None
+    assert launcher.run(max, 1, 2) == 2
+
+
 def test_a_driver_that_cannot_start_says_why(launcher: Launcher, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object store cannot append lines to a log, and yet the cause must not be lost."""
     monkeypatch.setattr("rankzero.submit.start.Request.private", lambda _: {})

@@ -187,8 +187,11 @@ def test_rows_that_are_appended_between_two_tries_end_no_training(
     leave(launcher, script, (end,), "scheduled")
     until(Path(f"{end}-awaited").exists, 60, "a training that has opened its dataset")
     append(data, "b", 5)
+    # The job that writes the table may have deleted it for a moment.
+    aside = data.rename(tmp_path / "aside")
     with open_run(launcher, str(script), (end,), {}, Try("scheduled"), LOG) as handle:
         assert handle.attached
+        aside.rename(data)
         Path(end).touch()
         assert handle.result(60) == [10, True]
     # A user who runs it again wants the new rows.

@@ -103,10 +103,7 @@ def _listed(directory: str) -> Listed | None:
     """Returns a run, or None for a directory that is no run's, or whose submission is not written yet."""
     run = RunDirectory(directory)
     try:
-        names = run.names()
-        number = max((int(name.split(".")[0]) for name in names if "." in name), default=-1)
-        folders = tuple(name for name in names if name.startswith(f"{number}-"))
-        if not folders or not (job := _job(directory, number, folders)):
+        if not (job := _job(directory, tuple(run.names()))):
             return None
         own = Submission(run, job)
         return Listed(run.directory, job, Observer(own).judged(own.status()))
@@ -118,8 +115,9 @@ def _listed(directory: str) -> Listed | None:
 
 
 @functools.lru_cache(JOBS)
-def _job(directory: str, number: int, _: tuple[str, ...]) -> Job | None:
-    """Returns a job, which never changes while the folders of its number stay the same."""
+def _job(directory: str, names: tuple[str, ...]) -> Job | None:
+    """Returns the last job, which never changes while the names of all jobs and folders stay the same."""
+    number = max((int(name.partition(".")[0]) for name in names if "." in name), default=-1)
     return RunDirectory(directory).job_of(number)
 
 

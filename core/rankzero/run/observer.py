@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from rankzero import bounds, store
 from rankzero.bounds import CLOCK_SKEW, DRIVER_DEAD_AFTER, STORE_OUTAGE
 from rankzero.errors import EngineError, RunCancelledError, RunNotFoundError
-from rankzero.host.processes import STOPPED, caught_signals, process_namespace, process_state
+from rankzero.host.processes import STOPPED, caught_signals, is_gone, process_namespace, process_state
 from rankzero.run.directory import DRIVER_LOG, Submission
 from rankzero.run.status import RunStatus
 
@@ -154,9 +154,9 @@ class Observer:
             if status.driver_pid is None or status.driver_thread:
                 return lives
         job = self.own.job
-        if status.driver_pid is None and job.owner and not job.queue_time:
-            # Before the driver's first status: the run ends with its owner.
-            status = replace(status, **{f"driver_{fact}": job.owner[fact] for fact in ("pid", "start", "namespace")})
+        if status.driver_pid is None and job.owner and not job.queue_time and is_gone(job.owner):
+            # Before the driver's first status: the run ends with its owner, who may outlive the driver.
+            return False
         if not (state := _process_state(status)):
             return False if state is None else None
         return None if status.driver_thread or state in STOPPED else True

@@ -19,12 +19,16 @@ class _Printer(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes the line of a record."""
+        self.write(self.format(record))
+
+    def write(self, line: str) -> None:
+        """Writes a line."""
         stream = sys.stdout
         if stream is None:
             return
         encoding = getattr(stream, "encoding", None) or "utf-8"
         try:
-            stream.write(self.format(record).encode(encoding, "replace").decode(encoding) + "\n")
+            stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
             stream.flush()
         except (OSError, ValueError) as error:
             if self._failed is not stream:
@@ -60,11 +64,14 @@ def print_line(line: str, run_id: str = "") -> None:
     if not (_ranks.level or _ranks.handlers):
         # `logging.config` resets the loggers below each one that it names.
         _print_ranks()
-    record = _ranks.makeRecord(_ranks.name, logging.INFO, __file__, 0, line, (), None, extra={"run_id": run_id})
-    # Not by `handle`: `logging.config` disables the loggers that it does not know.
-    if record.levelno >= _ranks.getEffectiveLevel() and (passed := _ranks.filter(record)):
-        # From Python 3.12 on, a filter may return another record.
-        _ranks.callHandlers(passed if isinstance(passed, logging.LogRecord) else record)
+    is_changed = _ranks.propagate or _ranks.filters or _printer.filters or _printer.level or _printer.formatter
+    if _ranks.handlers == [_printer] and _ranks.level == logging.INFO and not is_changed:
+        # A record costs more than the line.
+        _printer.write(line)
+        return
+    # `logging.config` disables the loggers that it does not know.
+    _ranks.disabled = False
+    _ranks.info(line, extra={"run_id": run_id})
 
 
 def in_notebook() -> bool:

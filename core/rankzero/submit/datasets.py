@@ -116,31 +116,22 @@ class Sources:
         session = getattr(self._engine, "session", None)
         return source if session is None else open_query(session, source)
 
-    def digests(self, frames: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Returns checksums of the datasets by name, for the identity of a training; writes nothing.
-
-        Args:
-            frames: Checksums of DataFrames, by name, which Spark then does not compute.
-        """
+    def digests(self, *, frames: bool = True) -> dict[str, str]:
+        """Returns checksums of the datasets by name, for the identity, perhaps without those that Spark computes."""
         found = {}
         for name in self._given:
             source = self._open(name)
             if isinstance(source, Manifest):
                 found[name] = source.digest
-            elif is_frame(source):
-                found[name] = _content_of(source) if frames is None else frames.get(name, "")
-            else:
+            elif not is_frame(source):
                 found[name] = self._text(source)
+            elif frames:
+                found[name] = _content_of(source)
         return found
 
     def _text(self, query: str) -> str:
         # The driver computes the rows. The text counts for one chain of tries: a user's clear reads the rows again.
         return f"{query} {self._generation}".strip()
-
-    @property
-    def has_frames(self) -> bool:
-        """Returns True if Spark must compute the checksum of a DataFrame to know the identity."""
-        return any(is_frame(self._open(name)) for name in self._given)
 
     def collect(
         self, own: Submission, before: Submission | None

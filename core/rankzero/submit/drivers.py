@@ -138,7 +138,9 @@ def _process_driver(own: Submission, request: Request, stop_timeout: float) -> I
 
             def end() -> None:
                 handle.cancel()
-                handle.wait(stop_timeout)
+                if handle.wait(stop_timeout) and not own.has_driver():
+                    # It died at its start, and other processes would wait for its first heartbeat.
+                    own.finish(handle.status())
 
             # The store may not answer.
             with contextlib.suppress(Exception):

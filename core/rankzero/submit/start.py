@@ -204,15 +204,17 @@ class Submitter:
     def _assess(self, before: Submission) -> Existing:
         """Returns the existing run. Spark computes checksums of DataFrames only if they decide that it is followed."""
         generation, parts = self._request.template.generation, before.job.identity_parts
+        known = {name: parts.get(DATASET + name, "") for name in self._request.sources}
 
-        def assess(frames: Mapping[str, str] | None) -> Existing:
-            asked = self._asked(self._sources.digests(frames))
+        def assess(digests: Mapping[str, str]) -> Existing:
+            asked = self._asked(known | digests)
             return existing.assess(before, asked, generation, self._request.caller, by_name=self._by_name)
 
-        found = assess({name.removeprefix(DATASET): parts[name] for name in parts if name.startswith(DATASET)})
-        # The next try of a chain follows whatever differs.
-        decides = found.is_followed and not existing.is_repeated(before.job, generation)
-        return assess(None) if decides and self._sources.has_frames else found
+        if existing.is_repeated(before.job, generation):
+            # The next try of a chain follows whatever differs, and perhaps the data cannot be read any more.
+            return assess({})
+        found = assess(cheap := self._sources.digests(frames=False))
+        return assess(self._sources.digests()) if found.is_followed and len(cheap) < len(known) else found
 
     def _start(self, number: int, found: Existing | None) -> bool:
         """Computes the rows and makes the submission; False if another process was faster."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from rankzero.errors import InvalidJobError
 from rankzero.masking import MASK, Mask, hides, secrets_of, without_credentials
-from rankzero.submit.code_modules import forget_places, is_distributed, is_importable, spec_of
+from rankzero.submit.code_modules import forget_places, is_distributed, is_importable, named_like, spec_of
 from rankzero.submit.code_source import NOTHING, Source, source_of_file, to_code
 from rankzero.values.ref import ResultRef
 
@@ -96,6 +96,10 @@ def resolve(train: object) -> Any:
             raise InvalidJobError(f"train={path!r} is not Python: {error}") from None
         return Program("script", path, (), source, source_of_file(path), os.path.dirname(path))
     found: Any = _function(train) if isinstance(train, str) else train
+    named = named_like(found, found.__module__) if is_distributed(found) else None
+    if is_distributed(named) and named.launch_function is found.launch_function:
+        # Of `train.options(...)`, ranks import `train`.
+        found = named
     # In ranks, what `rankzero.distributed` has made of a function is the plain function.
     return found.launch_function if is_distributed(found) and not is_importable(found) else found
 

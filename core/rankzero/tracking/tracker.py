@@ -55,7 +55,7 @@ class Tracker:
         """Called once, before the first `add`, and again if it raised an exception.
 
         Args:
-            run: The run: ``id``, ``directory``, ``params``, ``labels``, ``world_size``, ``status()``.
+            run: The run: ``id``, ``directory``, ``params``, ``world_size``, ``job.labels``, ``status()``.
         """
 
     def add(self, run: RunHandle[Any], events: list[dict[str, Any]]) -> None:
