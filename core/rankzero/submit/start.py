@@ -206,7 +206,7 @@ class Submitter:
         generation, parts = self._request.template.generation, before.job.identity_parts
         known = {name: parts.get(DATASET + name, "") for name in self._request.sources}
 
-        def assess(digests: Mapping[str, str]) -> Existing:
+        def assess(digests: dict[str, str]) -> Existing:
             asked = self._asked(known | digests)
             return existing.assess(before, asked, generation, self._request.caller, by_name=self._by_name)
 

@@ -96,7 +96,7 @@ def resolve(train: object) -> Any:
             raise InvalidJobError(f"train={path!r} is not Python: {error}") from None
         return Program("script", path, (), source, source_of_file(path), os.path.dirname(path))
     found: Any = _function(train) if isinstance(train, str) else train
-    named = named_like(found, found.__module__) if is_distributed(found) else None
+    named: Any = named_like(found, found.__module__) if is_distributed(found) else None
     if is_distributed(named) and named.launch_function is found.launch_function:
         # Of `train.options(...)`, ranks import `train`.
         found = named
