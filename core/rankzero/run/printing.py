@@ -22,7 +22,7 @@ class _Printer(logging.Handler):
         self.write(self.format(record))
 
     def write(self, line: str) -> None:
-        """Writes a line."""
+        """Writes a line to standard output as it is."""
         stream = sys.stdout
         if stream is None:
             return
