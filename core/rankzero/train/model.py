@@ -123,9 +123,10 @@ def full_state_dict(model: nn.Module) -> State:
 
     state = get_model_state_dict(model, options=_options())
     # torch returns the live tensors of a CPU. Those that it has gathered are not copied, which would double the memory.
-    begin = lambda tensor: tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()  # noqa: E731
-    own = [each.to_local() if is_sharded(each) else each for each in [*model.parameters(), *model.buffers()]]
-    live = {begin(each) for each in own if is_dense(each)}
+    begin: Any = lambda tensor: tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()  # noqa: E731
+    own: Any = [*model.parameters(), *model.buffers()]
+    parts = [each.to_local() if is_sharded(each) else each for each in own]
+    live = {begin(part) for part in parts if is_dense(part)}
     gathered = {id(value): value for value in state.values() if is_dense(value) and begin(value) not in live}
     return copy.deepcopy(state, gathered) if get_context().rank == 0 else {}
 
