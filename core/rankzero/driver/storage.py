@@ -285,7 +285,7 @@ class Storage:
     def _prune(self) -> None:
         # Ranks may still be reading the one before the newest, until they are notified of the newest.
         own = [manifest.id for manifest in self._kept if manifest.attempt == self._attempt]
-        in_use = [self._resumed.id if self._resumed else None, *own[-2:]] if self._has_ranks else []
+        in_use = [self._resumed.id if self._resumed else None, *own[-2:-1]] if self._has_ranks else []
         for manifest in checkpoints.to_remove(self._kept, self._config, in_use):
             self._check_owner()
             checkpoints.remove(manifest)
