@@ -65,7 +65,9 @@ def test_the_driver_is_found_behind_an_address_that_drops_packets(
             for client in clients:
                 client.setblocking(False)
                 client.connect_ex(full.getsockname())
-            found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 1)) for host in ("127.0.0.9", "127.0.0.1")]
+            found = [
+                (socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, served.port)) for host in ("127.0.0.9", "127.0.0.1")
+            ]
             monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
             await served.agent(driver=served.driver("driver"))
             assert served.server.connected == {0}
