@@ -147,13 +147,14 @@ def begun_file(table: str, rank: int, index: int) -> str:
 def table_before(manifest: Manifest) -> str | None:
     """Returns the name of a table whose rows precede a checkpoint, and ended with its attempt; None without one.
 
-    For a whole checkpoint rank 0 decides, once it has called `write_rows`: others may not know yet of its last ones.
+    Every rank calls `write_rows`. Other ranks than rank 0 may not know yet of the last whole checkpoint before it.
     """
     names = store.list_names(store.join(manifest.place, TABLES, f"{manifest.attempt:04d}"))
     begun = [match.groups() for match in map(_BEGUN.fullmatch, names) if match]
     of_rank_0 = {table for table, rank, _ in begun if int(rank) == 0 and not manifest.sharded}
     for table, rank, index in begun:
-        if int(index) <= manifest.index and (int(rank) == 0 or table not in of_rank_0):
+        is_behind = int(rank) > 0 and table in of_rank_0
+        if int(index) + is_behind <= manifest.index:
             return table
     return None
 
