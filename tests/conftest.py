@@ -182,7 +182,7 @@ def own_zygotes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Their environment is that of the launch that started them.
     idle, _ = hold._kept()
     while idle:
-        idle.pop().close(ORPHAN_TIMEOUT)
+        idle.pop().close()
 
 
 @pytest.fixture(autouse=True)
