@@ -1,8 +1,6 @@
 """Holds an agent: starts it as a fork of a zygote, waits for its end, and keeps the zygote for later launches.
 
-A zygote (`rankzero.task.zygote`) belongs to the process that holds its agents, by a pair of sockets. That is Spark's
-Python worker, or the driver. rankzero may not be importable there: this module is pickled by value, and uses the
-standard library only.
+A zygote (`rankzero.task.zygote`) belongs to the process that holds its agents, by a pair of sockets.
 """
 
 from __future__ import annotations
@@ -46,7 +44,6 @@ BOOTSTRAP = (
     "from rankzero.{} import {} as main; main()"
 )
 """The program of a process that calls a function of rankzero, from the path that is its first argument."""
-
 
 Process = subprocess.Popen[bytes]
 
@@ -133,8 +130,7 @@ class Agent:
     """An agent that a zygote runs."""
 
     def __init__(self, pid: int, zygote: Process | None) -> None:
-        self._pid, self._zygote, self._pidfd = pid, zygote, -1
-        self.has_ended = False
+        self._pid, self._zygote, self._pidfd, self.has_ended = pid, zygote, -1, False
         try:
             self._pidfd = os.pidfd_open(pid)
             weakref.finalize(self, os.close, self._pidfd)
