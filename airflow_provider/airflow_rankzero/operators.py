@@ -230,10 +230,14 @@ class TorchDistributorOperator(BaseOperator):
     def _end_cleared(self, launcher: Launcher, task_try: TaskTry) -> None:
         """Ends the run of a try that a user has cleared while it was deferred, if its trigger has not ended it."""
         assert launcher.run_id
+        directory = store.normalize(store.join(store.root_of(launcher.store), launcher.run_id))
+        if store.why_untrusted(directory):
+            # `open_run` refuses it.
+            return
         with contextlib.suppress(RunNotFoundError):
-            before = RunHandle.attach(store.join(store.root_of(launcher.store), launcher.run_id), follows=False)
+            before = RunHandle.attach(directory, follows=False)
             follower = before.delivery().receiver
-            if store.why_untrusted(before.directory) or before.status().final:
+            if before.status().final:
                 return
             if follower.get(_GENERATION, task_try.generation) != task_try.generation:
                 self.log.info("the deferred task was cleared; %s ends, and is submitted again", before.directory)

@@ -78,8 +78,16 @@ def run_trials(
     for each in params:
         if not isinstance(each, Mapping) or not all(isinstance(name, str) for name in each):
             raise InvalidJobError(f"params has {each!r}; each trial is a dict of keyword arguments of the function")
-        # The name of a trial depends on its arguments, and not on its position.
-        trials.append((sweep and f"{sweep}-{Contents().digest_of(dict(each))[:10]}", dict(each)))
+        try:
+            # The name of a trial depends on its arguments, and not on its position.
+            trials.append((sweep and f"{sweep}-{Contents().digest_of(dict(each))[:10]}", dict(each)))
+        except Exception as error:
+            raise InvalidJobError(f"params has {each!r}, which cannot be pickled: {error}", code="RZ-1004") from error
+    if sweep and len(dict(trials)) < len(trials):
+        raise InvalidJobError(
+            "params has equal arguments twice, and the runs of a sweep with a run_id have names of their arguments: "
+            "leave one out, or add an argument by which the trials differ, such as a seed"
+        )
     handles: list[RunHandle[Any]] = []
     is_stopped = threading.Event()
 

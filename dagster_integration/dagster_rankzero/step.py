@@ -189,8 +189,11 @@ def open_run(
     orphan_timeout = step.lease if launcher.orphan_timeout is None else launcher.orphan_timeout
     run_id = run_id_of(step.root, step.key, name)
     launcher = launcher.options(run_id=run_id, labels=step.receiver, orphan_timeout=orphan_timeout)
+    directory = store.normalize(store.join(store.root_of(launcher.store), run_id))
     with contextlib.suppress(RunNotFoundError):
-        _check_owner(RunHandle.attach(store.join(store.root_of(launcher.store), run_id), follows=False), step)
+        # Below, a directory of another user is refused.
+        if not store.why_untrusted(directory):
+            _check_owner(RunHandle.attach(directory, follows=False), step)
     try:
         with pipeline.open_run(launcher, train, args, kwargs, step, context.log) as handle:
             if handle.attached and not handle.status().final:

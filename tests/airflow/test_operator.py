@@ -172,6 +172,20 @@ def test_a_deferred_task_delivers_no_other_run_of_its_name(
     assert len(calls) == 3
 
 
+def test_a_directory_that_is_not_ours_is_refused_before_it_is_read(
+    dag: Any, run_dag: RunDag, tmp_path: Path, operator: Any
+) -> None:
+    from airflow_rankzero.tries import run_id_of
+
+    def plant(context: Any) -> None:
+        planted = tmp_path / run_id_of(dag.dag_id, context["ti"].run_id, "train", -1)
+        (planted / "submissions" / "0.json").mkdir(parents=True)
+        planted.chmod(0o777)
+
+    operator(lambda: 7, pre_execute=plant)
+    assert "can be written by every user" in str(run_dag(dag).errors["train"])
+
+
 @pytest.mark.parametrize("deploy_mode", ["client", "cluster"])
 def test_a_task_whose_container_would_end_with_its_driver_does_not_defer(
     dag: Any,

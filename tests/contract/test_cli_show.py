@@ -152,13 +152,13 @@ def test_an_unexpected_error_is_one_line_and_debug_shows_it(store: Path, monkeyp
     ("text", "seconds"), [("1h30m", 5400.0), ("90s", 90.0), ("3600", 3600), ("1.5h", 5400.0), ("2w1d", 15 * 86400.0)]
 )
 def test_a_duration_is_seconds_or_numbers_with_units(text: str, seconds: float) -> None:
-    assert TABLE["timeout"].read(text) == seconds
+    assert TABLE["timeout"].kind.read("timeout", text) == seconds
 
 
 @pytest.mark.parametrize("text", ["h", "1h30", "soon", "1 h"])
 def test_another_text_is_no_duration(text: str) -> None:
     with pytest.raises(InvalidJobError, match=r"timeout is .*such as 90s or 1h30m"):
-        TABLE["timeout"].read(text)
+        TABLE["timeout"].kind.read("timeout", text)
 
 
 def test_a_run_is_explained(tmp_path: Path) -> None:

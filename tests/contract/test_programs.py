@@ -334,7 +334,7 @@ def test_scripts_of_one_process_ship_the_modules_beside_them(tmp_path: Path) -> 
                 archive.read(name) for name in archive.namelist() if name.endswith(("shared_name.py", "inner.py"))
             }
         assert sources == {f"OWNER = {number % len(folders)}\n".encode()}
-    assert len({identity for _, identity in made}) == len(folders)
+    assert len({str(sorted(identity.items())) for _, identity in made}) == len(folders)
 
 
 NEVER_CALLED = """

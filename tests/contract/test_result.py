@@ -79,7 +79,7 @@ def test_equal_values_have_equal_digests_whichever_of_their_parts_are_one_object
     base = torch.arange(100_000.0)
     ones = [
         {word: torch.ones(2), "name": word, "rates": [pair, pair], "where": ["cpu", "storage"], "part": base[7:9]},
-        [{word, "bias", "norm"}, [word, word], pair, pair, none.to_sparse()],
+        [{word, "bias", "norm"}, [word, word, b"ab", b"ab"], pair, pair, none.to_sparse()],
     ]
     others = [
         {
@@ -91,7 +91,7 @@ def test_equal_values_have_equal_digests_whichever_of_their_parts_are_one_object
         },
         [
             {text("norm"), text("bias"), text(word)},
-            [text(word), text(word)],
+            [text(word), text(word), bytes([97, 98]), bytes([97, 98])],
             (0.5, "cpu"),
             (0.5, text("cpu")),
             torch.zeros(0).to_sparse(),

@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import until
 
 from rankzero import Launcher, RunHandle, WorkerFailedError
-from rankzero.masking import secrets_of
+from rankzero.masking import Mask, secrets_of
 from rankzero.submit import drivers
 
 # Not in this source, which is shipped with the run.
@@ -125,6 +125,10 @@ def test_what_ranks_write_of_a_run_that_failed_is_masked(secretive: Launcher, tm
     assert caught.value.log_tail
     assert "the token is ***" in caught.value.log_tail
     assert files_with_the_secret(secretive.store) == []
+
+
+def test_a_secret_that_is_a_part_of_another_one_leaves_no_rest() -> None:
+    assert Mask([SECRET, f"{SECRET}-and-more"]).text(f"by {SECRET}-and-more") == "by ***"
 
 
 # -- which names of a Spark configuration count as secret -----------------------------------------

@@ -133,12 +133,15 @@ def test_an_interrupt_ends_all_trials_and_the_next_call_trains_only_the_rest(tmp
         ({"max_parallel": 0}, "max_parallel is 0"),
         ({"mode": "least"}, "mode is 'least'"),
         ({"params": [{"lr": threading.Lock()}, {}]}, "cannot be pickled"),
+        ({"params": [{"lr": threading.Lock()}], "run_id": "s"}, "cannot be pickled"),
+        ({"params": [{"lr": 0.1}, {}, {"lr": 0.1}], "run_id": "s"}, "equal arguments twice"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {"params": [{"lr": 0.1}], **options}
+    launcher = Launcher(store=tmp_path / "store", run_id=given.pop("run_id", None))
     with pytest.raises(InvalidJobError, match=message):
-        Launcher(store=tmp_path / "store").map(train, given.pop("params"), **given)
+        launcher.map(train, given.pop("params"), **given)
     assert not (tmp_path / "store").exists()
 
 

@@ -116,10 +116,9 @@ def test_two_of_one_name_are_refused(launcher: Launcher, tmp_path: Path) -> None
     paths = [tmp_path / "other" / "common.py", tmp_path / "common.py"]
     for path in paths:
         path.touch()
-    launcher = launcher.options(run_id="refused", py_files=paths)
     with pytest.raises(InvalidJobError, match=re.escape(f"py_files has {paths[0]} and {paths[1]}, and ranks get one")):
-        launcher.run(print)
-    assert find(launcher) is None
+        launcher.options(run_id="refused", py_files=paths).run(print)
+    assert find(launcher.options(run_id="refused")) is None
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The run of a step's training: tries, re-executions one after the other, and at the same time."""
 
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -15,7 +16,7 @@ from tests.conftest import until
 
 from dagster_rankzero import step as steps
 from dagster_rankzero._compat import MULTIPROCESS
-from dagster_rankzero.step import Step, follow, open_run
+from dagster_rankzero.step import Step, follow, open_run, run_id_of
 from rankzero import InvalidJobError, Launcher, RankZeroError, RunHandle
 from rankzero.pipeline import EngineOpened, LineWritten
 
@@ -110,6 +111,15 @@ def test_no_run_ends_the_training_of_a_re_execution_that_is_running(
         with open_step(other, "of two") as attached:
             assert attached.directory == first.directory
             assert attached.job.submission == 0
+
+
+def test_a_directory_that_is_not_ours_is_refused_before_it_is_read(step: Step, open_step: Open, tmp_path: Path) -> None:
+    planted = tmp_path / "runs" / run_id_of(step.root, step.key)
+    (planted / "submissions" / "0.json").mkdir(parents=True)
+    planted.chmod(0o777)
+    with pytest.raises(InvalidJobError, match="can be written by every user"), open_step(step):
+        pass
+    shutil.rmtree(planted)
 
 
 def test_an_instance_that_cannot_be_queried_is_no_running_owner(

@@ -146,6 +146,8 @@ def test_a_repeated_step_resumes_if_its_delivered_result_was_deleted(
     with open_run(durable, count_starts, (), {}, Try("scheduled"), LOG) as handle:
         assert handle.result(60) == 0
         handle.offer({"step": "train"})
+    with open_run(durable, count_starts, (), {}, Try("cleared"), LOG) as handle:
+        assert handle.attached, "the orchestrator has not stored it"
         handle.acknowledge()
     with open_run(durable, count_starts, (), {}, Repeated("scheduled"), LOG) as handle:
         assert handle.attached

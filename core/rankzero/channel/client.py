@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import random
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from rankzero import bounds
 from rankzero.channel import connection as connections
 from rankzero.channel.connection import READ_SIZE, ChannelError, Connection
 from rankzero.channel.tls import client_context
+from rankzero.threads import in_thread, reply_of
 
 CONNECT_PAUSE_MAX = 1.0  # Most seconds between two tries to find the driver; the first pause is a tenth of it
 
@@ -42,20 +45,15 @@ class Driver:
     _address: str = ""
 
     async def find(self, task: int, seconds: float) -> Connection:
-        """Returns the connection of the agent of a task.
+        """Returns the connection of the agent of a task; each address is tried at least once.
 
-        Args:
-            task: Number of the task.
-            seconds: Seconds until the search is given up.
-
-        Raises:
-            ChannelError: no driver was found, with the addresses that were tried, or it refuses this agent.
+        Raises ChannelError if no driver is found within ``seconds``, or it refuses this agent.
         """
         deadline, pause, problems = time.monotonic() + seconds, CONNECT_PAUSE_MAX / 10, dict[str, str]()
         while True:
             for host in self.hosts:
                 try:
-                    connection = await self._connect(host)
+                    connection = await self._reach(host)
                 except (OSError, ValueError) as error:
                     problems[host] = str(error) or type(error).__name__
                     continue
@@ -68,11 +66,24 @@ class Driver:
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(CONNECT_PAUSE_MAX, 2 * pause)
 
-    async def _connect(self, host: str) -> Connection:
-        """Returns a connection to a host that has proved the secret, whose address is kept for later connections."""
+    async def _reach(self, host: str) -> Connection:
+        """Returns a connection to the first address of a host that proves the secret."""
+        # Not by asyncio, whose threads are joined at exit: a name server may never reply.
+        resolve = functools.partial(socket.getaddrinfo, host, self.port, type=socket.SOCK_STREAM)
+        found = await reply_of(in_thread(resolve, "rankzero-names"), connections.CONNECT_TIMEOUT())
+        problems = []
+        for address in (str(place[0]) for *_, place in found):
+            try:
+                return await self._connect(address)
+            except (OSError, ValueError) as error:
+                problems.append(str(error) or type(error).__name__)
+        raise OSError(", ".join(problems))
+
+    async def _connect(self, address: str) -> Connection:
+        """Returns a connection to an address that has proved the secret, and is kept for later connections."""
         tls: dict[str, Any] = {"ssl": client_context(), "server_hostname": ""} if self.certificate else {}
         async with asyncio.timeout(connections.CONNECT_TIMEOUT()):
-            reader, writer = await asyncio.open_connection(host, self.port, limit=READ_SIZE, **tls)
+            reader, writer = await asyncio.open_connection(address, self.port, limit=READ_SIZE, **tls)
         connection = Connection(reader, writer)
         try:
             # Only the certificate itself is compared; its names and its dates are ignored.
@@ -80,7 +91,7 @@ class Driver:
                 raise ChannelError("the process at this address has another certificate than the run's")
             async with asyncio.timeout(connections.HANDSHAKE_TIMEOUT()):
                 self.digests = await connection.prove(self.secret)
-            self._address = str(writer.get_extra_info("peername")[0])
+            self._address = address
         except BaseException as error:
             connection.abort(str(error))
             raise

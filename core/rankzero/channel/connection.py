@@ -34,7 +34,7 @@ from rankzero.host.network import tune
 from rankzero.threads import ActionThread, reply_of
 
 PING_INTERVAL = 1.0  # Between two signs of life of each end
-CONNECT_TIMEOUT = bounds.stretched(5.0)  # For a name to be resolved, and for a connection to be made
+CONNECT_TIMEOUT = bounds.stretched(5.0)  # For a name to be resolved, and for a connection to an address to be made
 HANDSHAKE_TIMEOUT = bounds.stretched(10.0)  # For both ends of a new connection to prove the secret
 CHUNK = 1 << 20  # Bytes of a file that are read or written together
 READ_SIZE = 256 << 10  # Most bytes that are read from a connection together, and that it buffers before it is read
@@ -69,12 +69,7 @@ class Connection:
     # -- the proof, and requests ---------------------------------------------------------------
 
     async def prove(self, secret: str) -> dict[str, str]:
-        """Proves the secret to the driver, and returns its digests after it has done the same.
-
-        Raises:
-            ChannelError: the other end does not have the secret.
-            OSError: the connection ended.
-        """
+        """Proves the secret to the driver, and returns its digests after it has done the same. Raises OSError."""
         mine = secrets.token_bytes(_SIZE)
         try:
             theirs = await self._reader.readexactly(_SIZE)
@@ -89,12 +84,7 @@ class Connection:
         return found
 
     async def admit(self, secret: str, digests: dict[str, str]) -> None:
-        """Makes the client prove the secret, and then proves it to the client.
-
-        Raises:
-            ChannelError: the client does not have the secret.
-            OSError, EOFError: the connection ended.
-        """
+        """Makes the client prove the secret, and then proves it to the client. Raises OSError, EOFError."""
         mine, line = secrets.token_bytes(_SIZE), json.dumps(digests).encode()
         self._writer.write(mine)
         theirs, proof = await self._reader.readexactly(_SIZE), await self._reader.readexactly(_SIZE)

@@ -88,8 +88,7 @@ class Server:
         for task in self._connections:
             # Which closes its connection, after everything that was written.
             task.cancel()
-        if self._connections:
-            await asyncio.wait(self._connections, timeout=LAST_READ_TIMEOUT())
+        await self.read_rest()
 
     # -- a connection --------------------------------------------------------------------------
 

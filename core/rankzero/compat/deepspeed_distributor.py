@@ -76,8 +76,9 @@ def _configured(function: Any, config: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         path = config
         if isinstance(config, dict):
-            # The rank's temporary directory is removed when the rank ends.
-            with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
+            # The agent's directory is removed when the run ends.
+            scratch = os.environ.get("RANKZERO_SCRATCH")
+            with tempfile.NamedTemporaryFile("w", suffix=".json", dir=scratch, delete=False) as file:
                 json.dump(config, file)
             path = file.name
         sys.argv[1:] = ["--deepspeed"] if path is None else ["--deepspeed", "--deepspeed_config", path]

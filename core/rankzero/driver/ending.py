@@ -306,8 +306,7 @@ def _logs(directory: str) -> str:
 
 def _lost(member: Member, facts: Facts, explained: RankZeroError | None) -> Verdict:
     """Returns the end of an attempt whose agent exited before it was asked to."""
-    why = member.why_left or "it sends no sign of life: its host died or the network to it is cut"
-    text = [f"task {member.task} on {member.name} ({name_ranks(member.ranks)}) was lost: {why}"]
+    text = [f"task {member.task} on {member.name} ({name_ranks(member.ranks)}) was lost: {member.why_left}"]
     cause = member.restart_cause
     if explained and facts.engine_error:
         text.append(str(explained))

@@ -117,7 +117,7 @@ class Places:
 
     async def read_tables(self, job: Job, session: EngineSession) -> Job:
         """Computes the tables that ranks read, and returns the job with their locations. That may take long."""
-        stopped, loop = threading.Event(), asyncio.get_running_loop()
+        stopped, ended, loop = threading.Event(), threading.Event(), asyncio.get_running_loop()
 
         def say(text: str) -> None:
             loop.call_soon_threadsafe(lambda: self.recorder.announce("engine", text))
@@ -126,11 +126,18 @@ class Places:
             if stopped.is_set():
                 raise RunCancelledError("the run was cancelled while its datasets were computed")
 
+        def compute() -> Job:
+            try:
+                return compute_tables(self.own, job, session, say, check)
+            finally:
+                ended.set()
+
         try:
-            return await self.request(lambda: compute_tables(self.own, job, session, say, check), None)
+            return await self.request(compute, None)
         finally:
-            # Stops the engine's work, too.
+            # Stops the engine's work, too, for which it needs the session a little longer.
             stopped.set()
+            await done_within(SESSION_CLOSE_TIMEOUT(), functools.partial(ended.wait, SESSION_CLOSE_TIMEOUT()))
 
     async def reserve(self, session: EngineSession, deadline: float) -> int:
         """Waits until enough slots exist and no more of them appear, and reserves them; returns their number.

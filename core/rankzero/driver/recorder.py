@@ -210,15 +210,17 @@ class Recorder:
         return {"written": written, "interval": pace(time.monotonic() - self._started)}
 
     def _append(self, name: str, texts: list[str]) -> None:
-        """Appends lines in a thread, since a disk may hang, or be full: lines that find no room are lost."""
-        size = sum(map(len, texts))
-        if self._queued - self._appended + size > MOST_QUEUED:
+        """Appends lines in a thread, since a disk may hang, or be full: lines of ranks that find no room are lost."""
+        size, dropped = sum(map(len, texts)), 0
+        # Events are few, and what shows a run needs all of them.
+        if name == LINES and self._queued - self._appended + size > MOST_QUEUED:
             logger.warning("%d lines are lost: the disk of the run directory does not take them", len(texts))
-            return
+            texts, size, dropped = [], 0, len(texts)
         self._queued += size
 
         def append() -> None:
-            is_told = bool(self._lost) and name == LINES
+            self._lost += dropped
+            is_told = bool(self._lost) and name == LINES and not dropped
             note = [f"rankzero: {self._lost} lines could not be written here"] if is_told else []
             try:
                 if note or texts:

@@ -72,7 +72,7 @@ class Storage:
         self._kinds: set[bool] = set()
         self._resumed: Manifest | None = None
         self._kept: list[Manifest] = []
-        """The committed checkpoints of this training, which only this object writes, without damaged ones."""
+        """The committed checkpoints of this training from which an attempt may start; only this object writes them."""
         self._has_ranks = True
         self._value: tuple[Future[ResultRef], list[Any], float] | None = None
 
@@ -121,8 +121,8 @@ class Storage:
     def begin(self) -> tuple[Manifest | None, str]:
         """Removes what earlier attempts left; returns the checkpoint to start from, and the text of the driver's claim.
 
-        The checkpoint is the newest one that has all its files. In the thread. Raises ResultError if the ranks would
-        lack rows that precede it.
+        The checkpoint is the newest one that has all its files, and that no rows of its attempt precede, which would be
+        missing. In the thread. Raises ResultError if rows precede all checkpoints.
         """
 
         def read() -> tuple[Manifest | None, str]:
@@ -132,14 +132,17 @@ class Storage:
             # A driver that was replaced may have published one more, which shares its id with one of this submission.
             first, own = self._own.job.first_attempt, self._own.directory
             found = [one for one in found if one.place == own or one.attempt < first]
-            # Damaged checkpoints are not pruned: `rankzero gc` removes them with their run.
-            self._kept = kept = checkpoints.up_to_whole(found)
-            self._resumed = kept[-1] if kept else None
-            if self._resumed and (table := checkpoints.table_before(self._resumed)):
+            # Checkpoints that are not used are not pruned: `rankzero gc` removes them with their run.
+            kept, table = checkpoints.up_to_whole(found), None
+            while kept and (table := checkpoints.table_before(kept[-1])):
+                logger.warning("checkpoint %s is not used: rows of the table %r precede it", kept[-1].id, table)
+                kept = checkpoints.up_to_whole(kept[:-1])
+            if table:
                 raise ResultError(
-                    f"checkpoint {self._resumed.id} cannot be resumed from: rows of the table {table!r} precede it, "
-                    "and ended with their attempt. Write rows behind the training, or change code_version to start over"
+                    f"no checkpoint can be resumed from: rows of the table {table!r} precede each that is kept, and "
+                    "ended with their attempt. Write rows behind the training, or change code_version to start over"
                 )
+            self._kept, self._resumed = kept, kept[-1] if kept else None
             return self._resumed, self._own.token()
 
         is_vain = lambda error: self._closed or isinstance(error, (NotOwnerError, ResultError))  # noqa: E731
@@ -279,7 +282,7 @@ class Storage:
     def _prune(self) -> None:
         # Ranks may still be reading the one before the newest, until they are notified of the newest.
         own = [manifest.id for manifest in self._kept if manifest.attempt == self._attempt]
-        in_use = [self._resumed.id if self._resumed else None, *own[-2:]] if self._has_ranks else []
+        in_use = [self._resumed.id if self._resumed else None, *own[-2:-1]] if self._has_ranks else []
         for manifest in checkpoints.to_remove(self._kept, self._config, in_use):
             self._check_owner()
             checkpoints.remove(manifest)

@@ -31,7 +31,7 @@ FOLDER = "checkpoints"
 DAMAGED = "damaged"
 
 _NAME = re.compile(r"([0-9]{4}|[1-9][0-9]{4,})-([0-9]{6}|[1-9][0-9]{6,})")  # Of a checkpoint's folder
-_BEGUN = re.compile(r"_begun-(.+)-[0-9]+-([0-9]+)")  # Name of a `begun_file`
+_BEGUN = re.compile(r"_begun-(.+)-([0-9]+)-([0-9]+)")  # Name of a `begun_file`
 _FILE = re.compile(rf"rank-[0-9]+\.[a-z.]+|{DAMAGED}")  # In a folder that is not committed
 
 
@@ -139,16 +139,23 @@ def up_to_whole(committed: list[Manifest]) -> list[Manifest]:
 def begun_file(table: str, rank: int, index: int) -> str:
     """Returns the name of the file, beside the tables of an attempt, by which a rank has begun to write rows.
 
-    The index is the number of checkpoints that the rank had reported before.
+    The index is the number of checkpoints that the rank had reported before or, if it reports none, was told of.
     """
     return f"_begun-{table}-{rank:05d}-{index:06d}"
 
 
 def table_before(manifest: Manifest) -> str | None:
-    """Returns the name of a table whose rows precede a checkpoint, and ended with its attempt; None without one."""
-    for name in store.list_names(store.join(manifest.place, TABLES, f"{manifest.attempt:04d}")):
-        if (begun := _BEGUN.fullmatch(name)) and int(begun[2]) <= manifest.index:
-            return begun[1]
+    """Returns the name of a table whose rows precede a checkpoint, and ended with its attempt; None without one.
+
+    Every rank calls `write_rows`. Other ranks than rank 0 may not know yet of the last whole checkpoint before it.
+    """
+    names = store.list_names(store.join(manifest.place, TABLES, f"{manifest.attempt:04d}"))
+    begun = [match.groups() for match in map(_BEGUN.fullmatch, names) if match]
+    of_rank_0 = {table for table, rank, _ in begun if int(rank) == 0 and not manifest.sharded}
+    for table, rank, index in begun:
+        is_behind = int(rank) > 0 and table in of_rank_0
+        if int(index) + is_behind <= manifest.index:
+            return table
     return None
 
 

@@ -13,6 +13,8 @@ from rankzero.engines.base import Engine
 from rankzero.engines.local import LocalEngine
 from rankzero.launcher import Launcher
 from rankzero.store import STORE_VARIABLE
+from rankzero.submit import durable
+from rankzero.submit.start import Request
 
 
 @pytest.fixture
@@ -76,15 +78,15 @@ def fake_trainings(local_trainings: Path, monkeypatch: pytest.MonkeyPatch) -> Fa
     fakes = FakeTrainings()
 
     def faked(name: str) -> Any:
-        original = getattr(Launcher, name)
+        original = getattr(durable, name)
 
-        def given(launcher: Launcher, train: Any, *args: Any, **kwargs: Any) -> Any:
-            packed = args[:2] if name != "submit" else (args, kwargs)
-            fakes.calls.append((train, *packed))
-            return original(launcher, fakes.stand_in(), *args, **kwargs)
+        def given(request: Request, train: Any, args: Any, kwargs: Any, *caller: Any) -> Any:
+            fakes.calls.append((train, args, kwargs))
+            return original(request, fakes.stand_in(), args, kwargs, *caller)
 
         return given
 
-    for name in ("owned", "submit", "durable"):
-        monkeypatch.setattr(Launcher, name, faked(name))
+    # Every launcher, operator and resource opens its runs by these.
+    for name in ("submit", "open_owned", "open_durable"):
+        monkeypatch.setattr(durable, name, faked(name))
     return fakes

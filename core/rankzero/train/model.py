@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rankzero.train.context import get_context
 from rankzero.train.process_group import broadcast_object, ensure_process_group
-from rankzero.values.tensors import is_sharded
+from rankzero.values.tensors import is_dense, is_sharded
 
 if TYPE_CHECKING:
     import torch
@@ -119,15 +119,15 @@ def full_state_dict(model: nn.Module) -> State:
     Returns:
         Name to tensor, which later steps do not change; empty on other ranks.
     """
-    import torch
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     state = get_model_state_dict(model, options=_options())
     # torch returns the live tensors of a CPU. Those that it has gathered are not copied, which would double the memory.
-    parts = [value.to_local() if is_sharded(value) else value for value in model.state_dict().values()]
-    live = {part.data_ptr() for part in parts if isinstance(part, torch.Tensor)}
-    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-    gathered = {id(value): value for value in tensors if value.data_ptr() not in live}
+    begin: Any = lambda tensor: tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()  # noqa: E731
+    own: Any = [*model.parameters(), *model.buffers()]
+    parts = [each.to_local() if is_sharded(each) else each for each in own]
+    live = {begin(part) for part in parts if is_dense(part)}
+    gathered = {id(value): value for value in state.values() if is_dense(value) and begin(value) not in live}
     return copy.deepcopy(state, gathered) if get_context().rank == 0 else {}
 
 

@@ -29,9 +29,9 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 def write_rows(batches: Any, name: str = "rows") -> Table:
     """Writes rows of this rank, of any number, into a table to which all ranks write.
 
-    Every rank may call it, also several times; it does not wait for other ranks. The table is complete when the run has
+    Every rank calls it, also several times; it does not wait for other ranks. The table is complete when the run has
     succeeded: return its handle, so that it is the run's result. The rows of an attempt that fails are in no table. If
-    it reported a checkpoint behind them, the run ends with a `ResultError`: write rows behind the training.
+    all its checkpoints are behind them, the run ends with a `ResultError`: write rows behind the training.
 
     Args:
         batches: An iterable of batches, or one batch: a dict of columns (tensors, arrays, lists, `Ragged`), a
@@ -96,7 +96,7 @@ class _TableWriter:
         place = session.directory if parts is None else parts.run_directory
         self.folder = store.join(place, FOLDER, folder_of(session.context.attempt), name)
         self._schema: Any = session.row_schemas.get(name)
-        self._has_begun = self._schema is not None
+        self._has_begun = name in session.row_schemas
         self._waiting: list[Any] = []
         self._size = 0
         self.files = contextlib.ExitStack()
@@ -111,9 +111,9 @@ class _TableWriter:
         from rankzero.data.columns import as_table
 
         table = schemas.portable(as_table(batch))
+        self._note_begun()
         if not table.num_rows:
             return
-        self._note_begun()
         self._unify(table.schema)
         # Copied: arrays and tensors share their memory with Arrow, and their owner may reuse it.
         parts = [pa.ipc.read_record_batch(part.serialize(), part.schema) for part in table.to_batches()]
@@ -124,13 +124,13 @@ class _TableWriter:
 
     def close(self) -> None:
         """Completes all files. Raises ResultError and TypeError as `write_rows`."""
+        self._note_begun()
         with self._storing():
             self.files.close()
             others = read_schemas(self.folder) if self._writers and self._session.context.world_size > 1 else {}
         # Of two ranks whose columns do not fit together, the one that completes its rows last finds out.
         self._unify(*others.values())
-        if self._schema is not None:
-            self._session.row_schemas[self._name] = self._schema
+        self._session.row_schemas[self._name] = self._schema
 
     def remove(self) -> None:
         """Removes the files that have appeared, of a call that raises."""

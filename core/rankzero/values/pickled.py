@@ -93,8 +93,10 @@ def _pickler() -> Any:
             return tensors.reduce(obj) or super().reducer_override(obj)
 
         def persistent_id(self, obj: Any) -> Any:
+            known = self.__dict__.setdefault("known", {})
+            if type(obj) is bytes:
+                return known.setdefault(obj, obj)
             if type(obj) in (set, frozenset) and len(kinds := {type(item) for item in obj}) == 1 and kinds <= _ORDERED:
-                known = self.__dict__.setdefault("known", {})
                 return known.setdefault(id(obj), (obj, [type(obj), *sorted(obj)]))[1]
             other = canonical(obj)
             return other if other is not obj or type(obj) is str else None

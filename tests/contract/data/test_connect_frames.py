@@ -4,10 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import until
 from tests.contract.engines.connect_server import ConnectServer
+from tests.runs import lines_of
 
 import rankzero.train as rt
-from rankzero import InvalidJobError, Launcher, SparkConnectEngine
+from rankzero import InvalidJobError, Launcher, RunCancelledError, SparkConnectEngine
+from rankzero.threads import in_thread
 
 pytestmark = pytest.mark.soak
 
@@ -41,6 +44,19 @@ def test_ranks_on_the_server_read_the_frame_and_a_query(launcher: Launcher, serv
     assert launcher.options(dataset=frame).run(seen) == EXPECTED
     query = "SELECT id, array(id / 2, 1D) AS pair, concat('n', id) AS name FROM range(7)"
     assert launcher.options(dataset=query).run(seen) == EXPECTED[:7]
+
+
+def test_a_cancel_while_the_server_computes_ends_the_query(
+    launcher: Launcher, server: ConnectServer, connect_session: Any
+) -> None:
+    sleeping = "SELECT id FROM range(0, 16, 1, 16) WHERE java_method('java.lang.Thread', 'sleep', 600000L) IS NULL"
+    handle = launcher.options(engine=SparkConnectEngine(server.url), dataset=sleeping).submit(seen)
+    until(lambda: "Spark computes" in lines_of(Path(handle.directory)), 120.0, "the query runs")
+    handle.cancel()
+    with pytest.raises(RunCancelledError):
+        handle.result(60.0)
+    # No slot is taken any more.
+    assert in_thread(connect_session.range(4).count).result(60.0) == 4
 
 
 def test_a_frame_that_cannot_be_a_dataset_is_refused(launcher: Launcher, connect_session: Any, tmp_path: Path) -> None:

@@ -192,15 +192,6 @@ def test_bad_frames_are_refused_and_leave_nothing(session: Any, tmp_path: Path) 
     assert glob.glob(f"{tmp_path}/*/submissions/*/datasets/*") == []
 
 
-def test_a_table_with_the_name_of_a_folder_is_neither_of_them_silently(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "sales").mkdir()
-    with pytest.raises(InvalidJobError, match=r'give "./sales" for the path, or "SELECT \* FROM sales" for the table'):
-        Launcher(1, engine=SparkEngine(master="local[2]"), dataset="sales", store=tmp_path / "runs").run(max, 1, 2)
-
-
 def ids() -> list[int]:
     mine = [
         number for batch in rt.get_dataset_shard().iter_batches(64, shuffle=True) for number in batch["id"].tolist()

@@ -56,16 +56,14 @@ def test_a_store_without_its_driver_is_named_with_its_install_line(
 
 
 @pytest.mark.parametrize("missing", ["pandas", "pyarrow"])
-@pytest.mark.parametrize("is_query", [True, False], ids=["query", "frame"])
-def test_a_dataset_of_spark_without_its_packages_is_refused_before_anything_starts(
-    missing: str, is_query: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_frame_of_spark_without_its_packages_is_refused_before_a_training_starts(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == missing else FIND(name, *rest))
     # Known as a DataFrame by the module of its class; nothing of it is used.
     frame = type("DataFrame", (), {"__module__": "pyspark.sql.dataframe", "mapInArrow": None})()
-    dataset = "SELECT 1 AS x" if is_query else frame
     with pytest.raises(InvalidJobError) as caught:
-        Launcher(1, engine=SparkEngine("local[1]"), store=tmp_path, dataset=dataset).run(int)
+        Launcher(1, engine=SparkEngine("local[1]"), store=tmp_path, dataset=frame).run(int)
     line = f"the dataset 'train' is computed by Spark, which needs {missing} here: pip install pandas pyarrow"
     assert str(caught.value) == line
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("*/submissions/*.json"))

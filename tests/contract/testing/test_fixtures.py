@@ -9,8 +9,10 @@ CONFTEST = 'pytest_plugins = ["rankzero.testing.fixtures"]'
 
 LAUNCHER = """
 import os
+from unittest.mock import Mock
 import pytest
 from rankzero import Launcher, SparkEngine, WorkerFailedError
+from rankzero.pipeline import open_run
 from rankzero.testing import run_inline
 
 def train(lr):
@@ -31,7 +33,14 @@ def test_fake(fake_trainings):
 def test_fake_failure(fake_trainings):
     fake_trainings.error = "no GPU today"
     with pytest.raises(WorkerFailedError, match="no GPU today"):
-        Launcher(1).run(train, lr=0.25)
+        Launcher(1).submit(train, lr=0.25).result(60)
+
+def test_fake_step(fake_trainings):
+    fake_trainings.result = 7
+    step = Mock(generation="one", retrier=None, is_followed_by_another=True)
+    with open_run(Launcher(1, run_id="one"), train, (), {"lr": 0.25}, step) as handle:
+        assert handle.result(60) == 7
+    assert fake_trainings.calls == [(train, (), {"lr": 0.25})]
 """
 
 
@@ -42,5 +51,5 @@ def test_a_session_of_the_users_passes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert "\n3 passed in " in done.stdout, done.stdout + done.stderr
+    assert "\n4 passed in " in done.stdout, done.stdout + done.stderr
     assert done.returncode == 0, done.stderr

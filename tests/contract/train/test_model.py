@@ -129,6 +129,14 @@ def test_whole_states_are_copies_that_later_steps_do_not_change(launcher: Launch
     assert strategy == "fsdp" or tied[0] == tied[1]
 
 
+def test_a_sparse_buffer_is_copied_like_the_others() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.eye(2).to_sparse())
+    copied = rt.full_state_dict(model)["mask"]
+    model.mask.zero_()
+    assert torch.equal(copied.to_dense(), torch.eye(2))
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_weights_of_other_names_and_shapes_are_refused_on_every_rank(launcher: Launcher, strategy: Any) -> None:
     def train() -> list[str]:

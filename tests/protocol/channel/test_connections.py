@@ -1,7 +1,10 @@
 """An agent's connection: messages in both directions, its ends, and what a cut of the network does to it."""
 
 import asyncio
+import contextlib
+import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,6 +51,32 @@ def test_a_second_agent_of_one_task_is_refused_and_the_first_continues(tmp_path:
             await until(lambda: served.received.messages == [(0, 0, Beat(1))])
 
     asyncio.run(main())
+
+
+def test_the_driver_is_found_behind_an_address_that_drops_packets(
+    tmp_path: Path, limits: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits(handshake=1.0)
+
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            full.bind(("127.0.0.9", served.port))
+            full.listen(0)
+            for client in clients:
+                client.setblocking(False)
+                client.connect_ex(full.getsockname())
+            found = [
+                (socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, served.port)) for host in ("127.0.0.9", "127.0.0.1")
+            ]
+            monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
+            await served.agent(driver=served.driver("driver"))
+            assert served.server.connected == {0}
+            assert asyncio.get_running_loop()._default_executor is None
+
+    with contextlib.ExitStack() as stack:
+        # A full backlog drops what else arrives.
+        full, *clients = (stack.enter_context(socket.socket()) for _ in range(4))
+        asyncio.run(main())
 
 
 def test_silence_that_lasts_is_the_end_for_both(tmp_path: Path) -> None:

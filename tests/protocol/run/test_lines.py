@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from tests.runs import submitted
 
 from rankzero import RunHandle, store
+from rankzero.driver import recorder as recorders
 from rankzero.driver.recorder import Recorder
 from rankzero.masking import Mask
 from rankzero.run.directory import Submission
@@ -67,6 +69,21 @@ def test_the_note_about_lines_that_a_full_disk_refused_has_its_own_time(
     found = list(RunHandle.attach(own.run.directory).lines())
     note = "rankzero: 1 lines could not be written here"
     assert [(line.time, line.text) for line in found] == [(BEGIN + HOUR, note), (BEGIN + HOUR, "two")]
+
+
+def test_a_slow_disk_costs_lines_of_ranks_but_no_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorders, "MOST_QUEUED", 100)
+    own, may_write = submitted(str(tmp_path / "run")), threading.Event()
+    recorder = Recorder(own, Mask())
+    recorder._appending.submit(may_write.wait)
+    for number in range(20):
+        recorder.log(0, ["x" * 15])
+        recorder.metrics(0, [({"step": number}, BEGIN)])
+    may_write.set()
+    recorder.finish(state="succeeded")
+    handle = RunHandle.attach(own.run.directory)
+    assert [row["step"] for row in handle.metrics()] == list(range(20))
+    assert list(handle.logs()) == ["[0] " + "x" * 15, "rankzero: 19 lines could not be written here"]
 
 
 def test_a_line_that_only_begins_like_a_time_has_none(tmp_path: Path) -> None:
