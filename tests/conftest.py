@@ -135,6 +135,9 @@ def processes_with(marker: str) -> list[int]:
 def is_idle_zygote(pid: int) -> bool:
     """Returns True for a zygote that waits for its owner's next launch, and for the agent that it has forked for it."""
     command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    if command == [""]:
+        # An agent that is exiting.
+        return True
     if len(command) < 5 or "rankzero.task.zygote" not in command[2]:
         return False
     forks = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -182,7 +185,7 @@ def own_zygotes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Their environment is that of the launch that started them.
     idle, _ = hold._kept()
     while idle:
-        idle.pop().close(ORPHAN_TIMEOUT)
+        idle.pop().close()
 
 
 @pytest.fixture(autouse=True)

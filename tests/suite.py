@@ -111,6 +111,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     # Tests kill processes, which leave their directories.
     for name in temporary_files() - session.config.stash[_before]:
         if name.startswith(ABANDONED):
+            print(f"\nLEFT by killed processes: {name}: {os.listdir(os.path.join(tempfile.gettempdir(), name))[:5]}")
             shutil.rmtree(os.path.join(tempfile.gettempdir(), name), ignore_errors=True)
     deadline = time.monotonic() + ORPHAN_TIMEOUT
     # Tests kill executors' JVMs, which leave an empty directory each.

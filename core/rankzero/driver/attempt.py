@@ -19,9 +19,7 @@ import asyncio
 import base64
 import contextlib
 import functools
-import hashlib
 import logging
-import socket
 import time
 from collections.abc import Awaitable, Callable
 
@@ -33,7 +31,7 @@ from rankzero.driver import ending, policy
 from rankzero.driver.agents import Agents
 from rankzero.driver.ending import Facts, Verdict
 from rankzero.driver.places import Places
-from rankzero.driver.storage import Storage, files_of, scratch_directory
+from rankzero.driver.storage import Storage, files_of
 from rankzero.driver.watch import CHECK_INTERVAL
 from rankzero.engines.base import AgentGroup, EngineSession
 from rankzero.errors import RankZeroError, ResultError, RunCancelledError, StartTimeoutError
@@ -41,6 +39,7 @@ from rankzero.host.network import listen
 from rankzero.host.processes import allow_open_files, this_process
 from rankzero.job import CheckpointConfig, Job
 from rankzero.run.checkpoints import Manifest
+from rankzero.task.hold import Directory
 from rankzero.threads import done_within, in_thread, reply_of
 
 CAUSE_WINDOW = bounds.stretched(2.0)  # For the first cause of failures that may be consequences, or of a lost agent
@@ -120,11 +119,9 @@ class Attempt:
             # In a thread: it runs a command.
             self._identity = await reply_of(in_thread(make_identity, "rankzero-openssl"))
             logger.info("the connections of attempt %s are encrypted", self._number)
-        # In the names of its directories on each host.
-        self._tag = hashlib.sha256(f"{socket.gethostname()} {places.own.run.directory}".encode()).hexdigest()[:8]
         directory = places.own.path("result")
         if places.own.is_remote:
-            directory = self._files.enter_context(scratch_directory(self._tag))
+            directory = self._files.enter_context(contextlib.closing(Directory("driver"))).path
         self._facts, kept = Facts(job.num_processes, places.own.run.directory), CheckpointConfig(**job.checkpoints)
         self._storage = Storage(places.own, self._number, kept, self._facts, directory, places.watch.wake)
         tls = self._identity[1] if self._identity else None
@@ -153,7 +150,6 @@ class Attempt:
             "env": self._places.env,
             "driver": [hosts, port],
             "secret": self._secret,
-            "run": self._tag,
             # A driver in a thread stops whenever its caller does: in a call of native code, by Ctrl-Z, in a debugger.
             "caller": this_process() if self._places.recorder.status.driver_thread else None,
             "certificate": base64.b64encode(self._identity[0]).decode() if self._identity else None,

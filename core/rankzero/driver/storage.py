@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
 import os
 import re
-import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,7 +23,6 @@ from rankzero.job import CheckpointConfig
 from rankzero.run import checkpoints
 from rankzero.run.checkpoints import FOLDER, MANIFEST, Manifest
 from rankzero.run.directory import Submission
-from rankzero.task.hold import make_directory
 from rankzero.threads import ActionThread
 from rankzero.values.ref import ResultRef
 
@@ -340,16 +337,6 @@ class Storage:
 
 def _not_stored(error: str) -> ResultError:
     return ResultError(f"rank 0 returned, but its value could not be stored: {error}")
-
-
-@contextlib.contextmanager
-def scratch_directory(run: str) -> Iterator[str]:
-    """Makes a temporary directory for the driver of a run, and removes it with all that is in it."""
-    path = make_directory(f"rankzero-driver-{run}")
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def files_of(checkpoint: Manifest | None) -> dict[str, str]:

@@ -1,19 +1,17 @@
 """Holds an agent: starts it as a fork of a zygote, waits for its end, and keeps the zygote for later launches.
 
-A zygote (`rankzero.task.zygote`) belongs to the process that holds its agents, by a pair of sockets. That is Spark's
-Python worker, or the driver. rankzero may not be importable there: this module is pickled by value, and uses the
-standard library only.
+A zygote (`rankzero.task.zygote`) belongs to the process that holds its agents, by a pair of sockets.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import glob
 import hashlib
 import json
 import os
 import re
-import secrets
 import select
 import shutil
 import signal
@@ -21,16 +19,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
-AGREED = "agreed"  # File in an agent's directory from when the driver has asked it to end
-
 START_TIMEOUT = 120.0  # Seconds for an agent without torch to start, whose interpreter may lie on a slow disk
 END_TIMEOUT = 3.0  # Seconds for a zygote to end with its agent
-
-PREFIX = "rankzero-agent-"
+ABANDONED_AFTER = 60.0  # Seconds after which the lock of a directory decides: one may just have been created
 
 PER_RUN = re.compile("RANKZERO_(RUN_ID|SCRATCH)|_?AIRFLOW_CTX_.*|DAGSTER_(RUN|PIPES)_.*|PYTEST_CURRENT_TEST")
 """Variables that differ between launches, and that no library reads while it is imported: all others make another
@@ -49,6 +45,8 @@ BOOTSTRAP = (
 )
 """The program of a process that calls a function of rankzero, from the path that is its first argument."""
 
+Process = subprocess.Popen[bytes]
+
 
 def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) -> None:
     """Runs one agent to its end.
@@ -62,12 +60,8 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
     Raises:
         RuntimeError: the agent crashed; the message has the end of its output.
     """
-    scratch = make_directory(f"{PREFIX}{config['run']}-{config['task']}")
-    # Kept open: an agent removes its directory when it ends, and the log is read after that.
-    log = open(os.path.join(scratch, "agent.log"), "w+b")
-    config = {**config, "env": _with_defaults(config), "scratch": scratch}
-    try:
-        zygote = _start(config, log)
+    with contextlib.closing(Directory("agent")) as scratch:
+        zygote = _start({**config, "env": _with_defaults(config), "scratch": scratch.path}, scratch.log)
         try:
             if on_start:
                 on_start(zygote.agent)
@@ -76,12 +70,9 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
             # Reached early when this process is interrupted.
             zygote.release()
         # An agent that the driver has asked to end after a success must not fail its task: others still exit.
-        if code != 0 and not os.path.exists(os.path.join(scratch, AGREED)):
+        if code != 0 and not os.path.exists(os.path.join(scratch.path, "agreed")):
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            raise RuntimeError(f"rankzero agent of task {config['task']} ended by {how}{_printed(log)}")
-    finally:
-        log.close()
-        shutil.rmtree(scratch, ignore_errors=True)
+            raise RuntimeError(f"rankzero agent of task {config['task']} ended by {how}{_printed(scratch.log)}")
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, str]:
@@ -96,29 +87,56 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, str]:
     return {**{name: value for name, value in defaults.items() if name not in os.environ}, **config["env"]}
 
 
-def make_directory(name: str) -> str:
-    """Creates a temporary directory, and removes those of this name, which killed processes have left.
+class Directory:
+    """A new temporary directory, which stays as long as a process holds the lock of its file ``log``.
 
     It is in ``TMPDIR``, else in Spark's local directory with most free space, else in ``/tmp``.
     """
-    places = [] if os.environ.get("TMPDIR") else os.environ.get("SPARK_LOCAL_DIRS", "").split(",")
-    places = [place for place in places if os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)]
-    root = max(places, key=lambda place: shutil.disk_usage(place).free) if places else tempfile.gettempdir()
-    for left in glob.glob(f"{glob.escape(os.path.join(root, name))}.*"):
-        shutil.rmtree(left, ignore_errors=True)
-    return tempfile.mkdtemp(prefix=f"{name}.", dir=root)
+
+    def __init__(self, kind: str) -> None:
+        """Creates it, and removes those of this kind that killed processes of this host have left."""
+        places = [] if os.environ.get("TMPDIR") else os.environ.get("SPARK_LOCAL_DIRS", "").split(",")
+        places = [place for place in places if os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)]
+        root = max(places, key=lambda place: shutil.disk_usage(place).free) if places else tempfile.gettempdir()
+        # On some file servers a lock holds only on its own host, and containers that share a place see no processes.
+        name = f"rankzero-{kind}-{hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]}-"
+        for left in glob.glob(f"{glob.escape(os.path.join(root, name))}*"):
+            # It may be in use, or another user's.
+            with contextlib.suppress(OSError):
+                if time.time() - os.stat(left).st_mtime > ABANDONED_AFTER:
+                    with open(os.path.join(left, "log"), "ab") as log:
+                        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(left, ignore_errors=True)
+        self.path = tempfile.mkdtemp(prefix=name, dir=root)
+        # Kept open: an agent removes its directory when it ends, and the log is read after that.
+        self.log = open(os.path.join(self.path, "log"), "w+b")
+        # Where a file system has no locks, directories that are left stay.
+        with contextlib.suppress(OSError):
+            fcntl.flock(self.log, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def put(self, name: str, data: bytes) -> str:
+        """Writes a file; returns its path."""
+        with open(os.path.join(self.path, name), "wb") as file:
+            file.write(data)
+        return file.name
+
+    def close(self) -> None:
+        """Removes it with all that is in it."""
+        self.log.close()
+        shutil.rmtree(self.path, ignore_errors=True)
 
 
 class Agent:
     """An agent that a zygote runs."""
 
-    def __init__(self, pid: int, zygote: subprocess.Popen[bytes] | None) -> None:
-        self._pid, self._zygote, self._pidfd = pid, zygote, -1
-        self.has_ended = False
-        # It may have ended already; and some systems have none.
-        with contextlib.suppress(OSError, AttributeError):
+    def __init__(self, pid: int, zygote: Process | None) -> None:
+        self._pid, self._zygote, self._pidfd, self.has_ended = pid, zygote, -1, False
+        try:
             self._pidfd = os.pidfd_open(pid)
             weakref.finalize(self, os.close, self._pidfd)
+        except (OSError, AttributeError) as error:
+            # Some systems have none.
+            self.has_ended = isinstance(error, ProcessLookupError)
 
     def kill(self) -> None:
         """Kills the agent, unless it has ended, from any thread; its zygote, which may be stopped, ends the rest."""
@@ -135,7 +153,7 @@ class Zygote:
     """The owner's end of a zygote, and the agent that it runs."""
 
     def __init__(
-        self, channel: socket.socket, code: str, process: subprocess.Popen[bytes] | None = None, directory: str = ""
+        self, channel: socket.socket, code: str, process: Process | None = None, directory: Directory | None = None
     ) -> None:
         """Takes the socket to a process whose agents import rankzero from the path ``code``."""
         self._channel, self._replies, self._code = channel, channel.makefile("rb", 0), code
@@ -149,8 +167,8 @@ class Zygote:
         with contextlib.suppress(OSError):
             self._channel.settimeout(timeout)
             self._channel.sendall(json.dumps({**settings, "code_path": self._code}).encode() + b"\n")
-            self._channel.settimeout(None)
-            if reply := self._reply(timeout):
+            # The zygote may just say that its last agent was killed after its last act.
+            if (reply := self._reply(timeout)) and "pid" in reply:
                 self.agent = Agent(reply["pid"], self._process)
         return self.agent is not None
 
@@ -179,32 +197,32 @@ class Zygote:
     def release(self) -> None:
         """Keeps the zygote for later launches; ends one that is not kept, or whose agent still runs."""
         if self.agent or not self.most:
-            self.close(END_TIMEOUT)
+            self.close()
             return
         idle, _ = _kept()
         idle.append(self)
         while len(idle) > self.most:
-            # It may be importing something, and has no descendants.
-            idle.pop(0).close(0.0)
+            idle.pop(0).close()
 
-    def close(self, timeout: float) -> None:
-        """Ends the zygote; its agent gets this time to end, and then the zygote to end what a killed agent leaves."""
+    def close(self) -> None:
+        """Ends the zygote; its agent gets time to end, and then the zygote to end what a killed agent leaves."""
         # Not only closed: a child that this process has forked may have a copy of it.
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)
-        if self._process:
+        # One that is stopped and has no agent would start one with what it has not read.
+        if self._process and self.agent:
             self._process.send_signal(signal.SIGCONT)
         for _ in range(2):
-            while self._reply(timeout) is not None:
+            while self.agent and self._reply(END_TIMEOUT):
                 self.agent = None
             if self.agent:
                 self.agent.kill()
-        if self._process:
+        if self._process and self._directory:
             self._process.kill()
             self._process.wait()
+            self._directory.close()
         self._replies.close()
         self._channel.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def _start(config: dict[str, Any], log: IO[bytes]) -> Zygote:
@@ -221,7 +239,7 @@ def _start(config: dict[str, Any], log: IO[bytes]) -> Zygote:
         return zygote
     zygote = _start_zygote(config, log, is_warm=False)
     if not zygote.launch(settings, START_TIMEOUT):
-        zygote.close(0.0)
+        zygote.close()
         raise RuntimeError(f"rankzero agent of task {config['task']} did not start{_printed(log)}")
     return zygote
 
@@ -238,7 +256,7 @@ def _start_warm(config: dict[str, Any], settings: dict[str, Any], log: IO[bytes]
         if zygote.launch(settings, config["preload_timeout"]):
             zygote.key, zygote.most = key, config.get("zygotes", 1)
             return zygote
-        zygote.close(0.0)
+        zygote.close()
     if key not in (cold := _kept()[1]):
         cold.append(key)
         why = _printed(log) or f": that took more than {config['preload_timeout']:g} s"
@@ -250,12 +268,10 @@ def _candidates(config: dict[str, Any], key: str, log: IO[bytes]) -> Iterator[Zy
     """Yields an idle zygote, one that the suite forks, and a new one, unless torch could not be loaded ahead before."""
     idle, cold = _kept()
     for zygote in [zygote for zygote in idle if zygote.key == key]:
-        try:
+        # Another thread may have taken it.
+        with contextlib.suppress(ValueError):
             idle.remove(zygote)
-        except ValueError:
-            # Another thread has taken it.
-            continue
-        yield zygote
+            yield zygote
     if key in cold:
         return
     if address := os.environ.get(SHARED):
@@ -269,20 +285,16 @@ def _candidates(config: dict[str, Any], key: str, log: IO[bytes]) -> Iterator[Zy
 
 def _start_zygote(config: dict[str, Any], log: IO[bytes], *, is_warm: bool) -> Zygote:
     """Starts a process that can be sent a configuration immediately; ``log`` receives what it prints."""
-    directory, code = "", config["code_path"]
-    if not code:
-        directory = make_directory(f"{PREFIX}{secrets.token_hex(4)}")
-        code = os.path.join(directory, "rankzero.zip")
-        with open(code, "wb") as file:
-            file.write(config["code_zip"])
+    directory = Directory("agent")
+    code = config["code_path"] or directory.put("rankzero.zip", config["code_zip"])
     # A check for GPUs that a library makes while it is imported must not open one.
     env = {**os.environ, **config["env"], "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    kind = "warm" if is_warm else "cold"
-    command = [sys.executable, "-c", BOOTSTRAP.format("task.zygote", "main"), code, str(os.getpid()), kind, directory]
+    command = [sys.executable, "-c", BOOTSTRAP.format("task.zygote", "main"), code, str(os.getpid())]
+    command += ["warm" if is_warm else "cold", directory.path]
     ours, theirs = socket.socketpair()
     with theirs:
-        stdin = theirs.fileno()
-        process = subprocess.Popen(command, stdin=stdin, stdout=log, stderr=log, start_new_session=True, env=env)
+        stdio: dict[str, Any] = {"stdin": theirs, "stdout": log, "stderr": log, "pass_fds": [directory.log.fileno()]}
+        process = subprocess.Popen(command, env=env, start_new_session=True, **stdio)
     return Zygote(ours, code, process, directory)
 
 

@@ -11,8 +11,6 @@ import hashlib
 import hmac
 import json
 import os
-import secrets
-import shutil
 import subprocess
 import sys
 import threading
@@ -20,15 +18,13 @@ import time
 from typing import Any
 
 from rankzero.bounds import POLL_INTERVAL_LONG, POLL_INTERVAL_LONGEST
-from rankzero.task.hold import BOOTSTRAP, PREFIX, hold, make_directory
+from rankzero.task.hold import BOOTSTRAP, Directory, Process, hold
 
 # Prefixes of files, before the number of the attempt (and the task):
 ATTEMPT = "attempt-"  # The driver's, with the configuration of the agents
 CANCEL = "cancel-"  # The driver's request to kill them
 ENDED = "ended-"  # A task's report of its agent's end, with its error
 OVER = "over"  # File that task 0 writes when the driver has exited after the end of the run
-
-Process = subprocess.Popen[bytes]
 
 
 def run_task(config: dict[str, Any]) -> None:
@@ -41,17 +37,17 @@ def run_task(config: dict[str, Any]) -> None:
     # Its name has random digits.
     if not (os.path.isdir(stage["folder"]) and os.access(stage["folder"], os.W_OK)):
         raise RuntimeError(f"rankzero: an executor does not see {stage['directory']}")
-    driver = _start_driver(config, stage) if task == 0 else None
     attempt = -1
-    try:
-        while (found := _next_attempt(stage["folder"], attempt, driver)) is not None:
-            attempt = found
-            put(stage["folder"], f"{ENDED}{attempt}-{task}", _run_agent(config, stage, attempt, driver))
-    finally:
-        if driver:
-            driver.kill()
-            driver.wait()
-            shutil.rmtree(stage["code"], ignore_errors=True)
+    with contextlib.closing(Directory("agent")) as code:
+        driver = _start_driver(config, stage, code) if task == 0 else None
+        try:
+            while (found := _next_attempt(stage["folder"], attempt, driver)) is not None:
+                attempt = found
+                put(stage["folder"], f"{ENDED}{attempt}-{task}", _run_agent(config, stage, attempt, driver))
+        finally:
+            if driver:
+                driver.kill()
+                driver.wait()
 
 
 def sealed(secret: str, stage_secret: str, attempt: int) -> str:
@@ -67,14 +63,13 @@ def put(folder: str, name: str, text: str) -> None:
     os.rename(file.name, os.path.join(folder, name))
 
 
-def _start_driver(config: dict[str, Any], stage: dict[str, Any]) -> Process:
-    stage["code"] = make_directory(f"{PREFIX}{secrets.token_hex(4)}")
-    path = os.path.join(stage["code"], "rankzero.zip")
-    with open(path, "wb") as file:
-        file.write(config["code_zip"])
+def _start_driver(config: dict[str, Any], stage: dict[str, Any], code: Directory) -> Process:
+    command = [sys.executable, "-u", "-c", BOOTSTRAP.format("driver.main", "main_in_stage")]
+    command.append(code.put("rankzero.zip", config["code_zip"]))
     with open(os.path.join(os.path.dirname(stage["folder"]), "driver.log"), "ab") as log:
-        command = [sys.executable, "-u", "-c", BOOTSTRAP.format("driver.main", "main_in_stage"), path]
-        driver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+        driver = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, pass_fds=[code.log.fileno()]
+        )
     settings = {**stage, "env": config["env"], "host": config["host"]}
     assert driver.stdin
     with contextlib.suppress(BrokenPipeError):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import functools
 import gc
 import importlib
@@ -37,7 +38,6 @@ from rankzero.host import forks, processes
 
 IDLE_TIMEOUT = bounds.scaled(300.0)  # Without an agent after which a zygote exits
 LATER_AFTER_IDLE = 0.5  # Seconds without work after which a zygote imports the rest
-LATER_AFTER_START = 5.0  # Seconds after a launch until it does so although the agent runs
 OWNERLESS_MARGIN = bounds.stretched(15.0)  # Beyond the grace of an agent whose owner has exited
 
 PRELOADED = (
@@ -71,15 +71,20 @@ class Zygote:
         """Forks one agent after the other, until the owner has exited or lets go of the socket."""
         lines, is_clean = self._channel.makefile("rb"), True
         while is_clean and not forks.touches_gpu():
-            agent, ours = self._fork_agent()
             if self._prepares and not self._wait(LATER_AFTER_IDLE):
                 load_rest()
                 gather_memory()
-                # Another one, which has it all.
-                ours.close()
-                os.waitpid(agent, 0)
-                agent, ours = self._fork_agent()
                 self._prepares = False
+                continue
+            ours, theirs = socket.socketpair()
+            with theirs:
+                agent = forks.fork(
+                    functools.partial(self._run_agent, theirs),
+                    env=os.environ,
+                    stdio=(self._channel.fileno(), 1, 2),
+                    keep=[theirs.fileno(), *self._pidfds],
+                    on_parent_death=signal.SIGCONT,
+                )
             if self._wait(IDLE_TIMEOUT()) != [self._channel.fileno()] or not (line := lines.readline()):
                 return
             with ours:
@@ -94,19 +99,6 @@ class Zygote:
         with contextlib.suppress(OSError):
             self._channel.sendall(json.dumps(message).encode() + b"\n")
 
-    def _fork_agent(self) -> tuple[int, socket.socket]:
-        """Forks an agent, which waits for its configuration; returns its process id, and the socket to it."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            agent = forks.fork(
-                lambda: self._run_agent(theirs),
-                env=os.environ,
-                stdio=(self._channel.fileno(), 1, 2),
-                keep=[theirs.fileno(), *self._pidfds],
-                on_parent_death=signal.SIGCONT,
-            )
-        return agent, ours
-
     def _run_agent(self, zygote: socket.socket) -> None:
         _outlive_signals()
         with zygote.makefile("rb") as lines:
@@ -115,10 +107,14 @@ class Zygote:
         config = json.loads(line)
         config["notes"] += self._notes
         config["watched"] = [zygote.fileno(), *self._pidfds]
-        log = os.open(config["log"], os.O_WRONLY | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
+        # The owner has given it up, and another agent may have the directory.
+        if processes.readable([0], 0):
+            return
+        with open(config["log"], "ab") as log, contextlib.suppress(OSError):
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+            # Keeps the directory if the owner dies.
+            fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
         forks.set_environment(config.pop("environ"))
         supervise.run(config)
         # Nothing that it has started is left, and to release its own memory takes 10 ms.
@@ -131,8 +127,6 @@ class Zygote:
         ours.sendall(line)  # Raises if something has killed it: the owner then starts another zygote
         self._send({"pid": agent})
         ended, config = ours.fileno(), json.loads(line)
-        if self._prepares and not self._wait(LATER_AFTER_START, ended):
-            load_rest()
         if ended not in self._wait(None, ended):
             # The agent may be stopped. It watches the owner, too, and gives its ranks their grace.
             os.kill(agent, signal.SIGCONT)
@@ -168,7 +162,6 @@ def load(names: Sequence[str]) -> list[str]:
     return notes
 
 
-@functools.cache
 def load_rest() -> None:
     """Imports the modules of `PRELOADED_LATER`."""
     load(PRELOADED_LATER)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import ROOT, processes_with
+from tests.conftest import until as wait_until
 from tests.protocol.channel.conftest import Received, until
 
 import rankzero
@@ -21,6 +22,7 @@ from rankzero import Launcher
 from rankzero.channel.connection import new_secret
 from rankzero.channel.server import Server
 from rankzero.host.network import listen
+from rankzero.task import hold
 
 BOUND = 60.0
 
@@ -48,7 +50,6 @@ CONFIG = {
     "max_restarts": 0,
     "env": {},
     "task": 0,
-    "run": "one",
     "host": "127.0.0.1",
     "workers": 1,
     "gpus": [],
@@ -97,7 +98,7 @@ def test_of_a_holder_that_stands_still_and_dies_nothing_is_left(
             holder = subprocess.Popen(command, cwd=ROOT, stdout=output)
         try:
             await until(lambda: received.messages)
-            path = made.read_text().strip()
+            path, *_ = made.read_text().split()
             assert os.path.isdir(path)
             holder.send_signal(signal.SIGSTOP)
             await server.close()
@@ -125,6 +126,49 @@ def test_much_goes_where_the_user_or_spark_has_room(
         scratch = launcher.options(num_processes=1).run(os.getenv, "RANKZERO_SCRATCH")
     assert scratch.startswith(f"{short if is_set else local}/rankzero-agent-")
     assert not os.path.exists(scratch)
+
+
+GRACE = """
+import os, signal, sys, time
+from rankzero import Launcher
+
+def train(place):
+    def save(*_):
+        os.rename(f"{place}/up", f"{place}/asked")
+        while not os.path.exists(f"{place}/go"):
+            time.sleep(0.05)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, save)
+    with open(f"{place}/.up", "w") as file:
+        file.write(os.environ["RANKZERO_SCRATCH"])
+    os.rename(file.name, f"{place}/up")
+    time.sleep(60)
+
+Launcher(1, store=f"{sys.argv[1]}/store", warm_start=False, stop_grace=60).run(train, sys.argv[1])
+"""
+
+
+def test_a_launch_removes_what_killed_processes_have_left_and_nothing_that_is_in_use(
+    tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner of the agent in use is dead, and its rank still saves."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, young = hold.Directory("agent"), hold.Directory("agent")
+    for directory in (left, young):
+        directory.log.close()
+    with subprocess.Popen([sys.executable, "-c", GRACE, str(tmp_path)], env={**os.environ, "MARK": marker}) as owner:
+        wait_until((tmp_path / "up").exists, BOUND, "a rank")
+        used = (tmp_path / "up").read_text()
+        owner.kill()
+    wait_until((tmp_path / "asked").exists, BOUND, "SIGTERM")
+    for path in (left.path, used):
+        os.utime(path, (0, 0))
+    hold.Directory("agent").close()
+    assert [os.path.exists(path) for path in (left.path, young.path, used)] == [False, True, True]
+    (tmp_path / "go").touch()
+    wait_until(lambda: not os.path.exists(used), BOUND, "the end of the agent")
 
 
 READ_ONLY = """

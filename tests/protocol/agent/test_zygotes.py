@@ -5,6 +5,7 @@ import importlib.util
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,9 @@ import pytest
 from tests.conftest import find, is_alive, until
 
 from rankzero import EngineError, Launcher
+from rankzero.driver import attempt
 from rankzero.engines.local import LocalGroup
+from rankzero.task import hold
 
 WAIT = 60.0
 
@@ -219,6 +222,55 @@ def test_an_idle_zygote_ends_and_the_next_launch_has_another(launcher: Launcher)
     first = launcher.run(zygote)
     until(lambda: not is_alive(first), WAIT, "the end of an idle zygote")
     assert launcher.run(zygote) != first
+
+
+@pytest.mark.usefixtures("own_zygotes")
+def test_a_launch_that_an_idle_zygote_does_not_answer_goes_to_another_one(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one is stopped, so that it reads its launch when it is let go of, while the next one has it, too."""
+    launcher = launcher.options(num_processes=1)
+
+    def look(seconds: float) -> list[Any]:
+        time.sleep(seconds)
+        return [psutil_free_parent(os.getppid()), os.path.isdir(os.environ["RANKZERO_SCRATCH"])]
+
+    first, _ = launcher.run(look, 0)
+    os.kill(first, signal.SIGSTOP)
+    monkeypatch.setattr(attempt, "PRELOAD_TIMEOUT", lambda: 4.0)
+    # As on a busy machine.
+    kill = subprocess.Popen.kill
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: (time.sleep(1.0), kill(process)))
+    second, has_directory = launcher.run(look, 3.0)
+    assert second != first
+    assert has_directory
+
+
+def test_what_a_zygote_says_of_an_agent_that_was_killed_after_its_last_act_is_no_answer_to_a_launch() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.sendall(b'{"status": -9}\n')
+        zygote = hold.Zygote(ours, "")
+        assert not zygote.launch({}, WAIT)
+    zygote.close()
+
+
+OPENS_A_GPU_LATER = """
+import sys
+from rankzero.host import forks
+class Opens:
+    def find_spec(name, *_):
+        if name == "torch._dynamo":
+            forks._GPU_DEVICES, sys.kept = ("/dev/zero",), open("/dev/zero")
+sys.meta_path.insert(0, Opens)
+"""
+
+
+@pytest.mark.usefixtures("own_zygotes")
+def test_a_zygote_that_opens_a_gpu_when_it_is_idle_ends(launcher: Launcher, module_ahead: Path) -> None:
+    module_ahead.write_text(OPENS_A_GPU_LATER)
+    zygote = launcher.options(num_processes=1).run(os.getppid) and zygotes_of().pop()
+    until(lambda: not is_alive(zygote), WAIT, "the end of the zygote")
 
 
 @pytest.fixture
