@@ -213,7 +213,7 @@ def started(how: str) -> list[subprocess.Popen[str]]:
     return [subprocess.Popen([sys.executable, "-c", PROGRAM, how], env=env, **given) for env in environments]
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(100, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [3, pytest.param(100, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])])
 def test_a_program_exits_without_an_abort(count: int) -> None:
     for _ in range(count):
         ranks = started("exits")
