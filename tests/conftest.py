@@ -141,7 +141,9 @@ def is_idle_zygote(pid: int) -> bool:
     if len(command) < 5 or "rankzero.task.zygote" not in command[2]:
         return False
     forks = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == command[4]:
+    parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+    # A zygote knows its owner by the id that this has in its own namespace.
+    if re.findall(r"NSpid:.*?(\d+)$", Path(f"/proc/{parent}/status").read_text(), re.MULTILINE) == [command[4]]:
         return all(is_idle_zygote(int(fork)) for fork in forks)
     # All forks show the command of the zygote. A rank has no socket there.
     return not forks and os.readlink(f"/proc/{pid}/fd/0").startswith("socket:")
