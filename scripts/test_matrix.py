@@ -22,7 +22,7 @@ TOOLS += " moto[s3] flask flask-cors hatchling editables setuptools wheel univer
 
 AIRFLOW = "operator trigger links provider connection tries listeners arguments templates outlets secrets"
 AIRFLOW += " xcom compat"
-DAGSTER = "asset multi_asset op resource stream failure step io_manager partitions checks metadata imports"
+DAGSTER = "asset multi_asset op resource stream failure step io_manager partitions checks metadata"
 DAGSTER += " fields output by_reference step_run"
 
 
