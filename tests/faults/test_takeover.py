@@ -62,7 +62,8 @@ def test_a_driver_that_was_stopped_while_another_submission_took_over_harms_noth
         new = launcher.options(env={**(launcher.env or {}), "MARK": "of the next one"}).submit(train, str(tmp_path))
         assert new.job.submission == 1
         assert wait_until_gone(f"MARK={marker}") in ([], [driver.pid]), "its ranks had ended before"
-        assert old.status().final
+        # This handle may see the driver's last heartbeat only now, and counts its silence from here.
+        until(lambda: old.status().final, WAIT, "the end of the old submission")
         left = {manifest.id for manifest in list_committed([old.own.directory])}
         until(lambda: list_committed([new.own.directory]), WAIT, "checkpoints of the next submission")
         time.sleep(max(0.0, PAUSE * scale - (time.monotonic() - stopped)))
