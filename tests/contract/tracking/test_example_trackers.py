@@ -45,10 +45,11 @@ def hook() -> Iterator[Hook]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             text = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"]
-            self.send_response(200 if hook.is_refused else 503)
+            # Before the answer: the next post may come on another thread at once.
+            status, hook.is_refused = (200 if hook.is_refused else 503), True
+            hook.texts += [text] * (status == 200)
+            self.send_response(status)
             self.end_headers()
-            hook.texts += [text] * hook.is_refused
-            hook.is_refused = True
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
