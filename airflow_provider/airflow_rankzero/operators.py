@@ -27,16 +27,14 @@ from airflow_rankzero.links import DIRECTORY_KEY, ReportLink, SparkUILink, push_
 from airflow_rankzero.tries import TaskLog, TaskTry
 from airflow_rankzero.xcom import OPTIONS, TEMPLATED
 from rankzero import CheckpointConfig, Launcher, RunHandle
-from rankzero.errors import InvalidJobError, RankZeroError, RunNotFoundError, WorkerFailedError, error_from_json
-from rankzero.pipeline import attempt, may_retry, open_run, store
+from rankzero.errors import InvalidJobError, RankZeroError, WorkerFailedError, error_from_json
+from rankzero.pipeline import attempt, may_retry, open_run
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
     from rankzero.tracking import Tracker
 
-
-_GENERATION = "generation"
 
 _DAG_PREFIX = re.compile("unusual_prefix_[0-9a-f]{40}_")
 
@@ -206,7 +204,7 @@ class TorchDistributorOperator(BaseOperator):
             args, kwargs = xcom.positional(self.op_args), xcom.keyword(self.op_kwargs)
             launcher = self._launcher(context)
             train = hooks.train_beside(self._folder, self.script) if self.script else self.train
-            self._end_cleared(launcher, task_try)
+            tries.end_cleared(launcher, task_try, self.log)
             while True:
                 left: BaseException | None = None
                 with open_run(launcher, train, args, kwargs, task_try, self.log) as handle:
@@ -227,22 +225,6 @@ class TorchDistributorOperator(BaseOperator):
             raise self._final(error) from error
         return self._deliver(context, handle)
 
-    def _end_cleared(self, launcher: Launcher, task_try: TaskTry) -> None:
-        """Ends the run of a try that a user has cleared while it was deferred, if its trigger has not ended it."""
-        assert launcher.run_id
-        directory = store.normalize(store.join(store.root_of(launcher.store), launcher.run_id))
-        if store.why_untrusted(directory):
-            # `open_run` refuses it.
-            return
-        with contextlib.suppress(RunNotFoundError):
-            before = RunHandle.attach(directory, follows=False)
-            follower = before.delivery().receiver
-            if before.status().final:
-                return
-            if follower.get(_GENERATION, task_try.generation) != task_try.generation:
-                self.log.info("the deferred task was cleared; %s ends, and is submitted again", before.directory)
-                before.cancel(follower, "the deferred Airflow task was cleared")
-
     def _follow(self, handle: RunHandle[Any], launcher: Launcher, task_try: TaskTry) -> None:
         """Follows the run to its end, here or in the triggerer."""
         push_links(task_try.ti, directory=handle.directory)
@@ -261,7 +243,7 @@ class TorchDistributorOperator(BaseOperator):
             from airflow_rankzero.triggers import RunTrigger
 
             # From here on no process of this try runs: the next try finds out by this whether a user has cleared it.
-            follower = {**task_try.receiver, _GENERATION: task_try.generation}
+            follower = {**task_try.receiver, tries.GENERATION: task_try.generation}
             attempt(self.log, "the record of the deferral", lambda: handle.offer(follower), None)
             self.defer(
                 trigger=RunTrigger(handle.directory, handle.job.nonce, self.conn_id, self.log_ranks),

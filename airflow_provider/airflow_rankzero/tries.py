@@ -27,17 +27,19 @@ from airflow_rankzero._compat import (
     conf,
 )
 from airflow_rankzero.links import push_links
-from rankzero.errors import RankZeroError, RunCancelledError
+from rankzero.errors import RankZeroError, RunCancelledError, RunNotFoundError
+from rankzero.pipeline import store
 from rankzero.pipeline import tries as try_rules
 
 if TYPE_CHECKING:
     from airflow.sdk import BaseOperator
 
-    from rankzero import RunHandle
+    from rankzero import Launcher, RunHandle
     from rankzero.pipeline import LineWritten
 
 logger = logging.getLogger(__name__)
 
+GENERATION = "generation"  # Key of a delivery's receiver: the chain of tries that a deferred task belongs to
 MAX_RETRY_DELAY = timedelta(hours=24)  # Airflow's own limit of an exponential delay
 STEM_LIMIT = 180  # Characters of a run's name before the checksum; core allows 200 in all
 
@@ -200,6 +202,26 @@ def end(handle: RunHandle[Any], stop_grace: float, receiver: Mapping[str, Any] |
     with contextlib.suppress(OSError, RankZeroError):
         handle.cancel(receiver, reason)
         handle.wait(stop_grace + END_TIMEOUT)
+
+
+def end_cleared(launcher: Launcher, task_try: TaskTry, log: Any) -> None:
+    """Ends the run of a try that a user has cleared while it was deferred, if its trigger has not ended it."""
+    # Imported here: each process of Airflow imports this module.
+    from rankzero import RunHandle
+
+    assert launcher.run_id
+    directory = store.normalize(store.join(store.root_of(launcher.store), launcher.run_id))
+    if store.why_untrusted(directory):
+        # `open_run` refuses it.
+        return
+    with contextlib.suppress(RunNotFoundError):
+        before = RunHandle.attach(directory, follows=False)
+        follower = before.delivery().receiver
+        if before.status().final:
+            return
+        if follower.get(GENERATION, task_try.generation) != task_try.generation:
+            log.info("the deferred task was cleared; %s ends, and is submitted again", before.directory)
+            before.cancel(follower, "the deferred Airflow task was cleared")
 
 
 # -- the log of a task -------------------------------------------------------------------------
