@@ -144,10 +144,6 @@ def register(dag: Any) -> None:
     versions.write(dag)
 
 
-def wait_long() -> None:
-    time.sleep(120)
-
-
 class Watched:
     """A task instance without a process, whose training runs, and what the scheduler's thread does about it."""
 
@@ -158,7 +154,7 @@ class Watched:
         self.dag_id, self.run_id = dag_id, run_id
         self.set_state("up_for_retry")
         self.launcher = launcher
-        self.handle = launcher.submit(wait_long)
+        self.handle = launcher.submit(time.sleep, 120)
         until(lambda: self.handle.status().state == "running", 60, "the training")
         self.watch.poll()
 

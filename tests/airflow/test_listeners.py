@@ -1,13 +1,14 @@
 """A result is acknowledged when Airflow has it; a training whose task has ended ends, and no other one."""
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.airflow.conftest import Watched, wait_long
+from tests.airflow.conftest import Watched
 from tests.airflow.versions import RunDag
 from tests.conftest import find, until
 
@@ -105,7 +106,7 @@ def test_a_mark_ends_no_run_that_was_submitted_after_it(watched: Watched, monkey
         if columns[0].key == "state":
             watched.handle.cancel()
             assert watched.handle.wait(60)
-            watched.launcher.submit(wait_long)
+            watched.launcher.submit(time.sleep, 120)
         return found
 
     monkeypatch.setattr(_compat, "rows", submit_again)
