@@ -37,8 +37,7 @@ from rankzero.submit.code_source import IMPORTERS, NOTHING, Source, digest_of_so
 from rankzero.submit.pack_content import Contents
 from rankzero.submit.training import Program, bind, check_callable, name_of, resolve
 from rankzero.tracking.tracker import Tracker
-from rankzero.values import tensors
-from rankzero.values.pickled import Part, beside, pack
+from rankzero.values.pickled import Part, beside, pack, reduce_tensor
 from rankzero.values.ref import ResultRef, map_refs
 
 logger = logging.getLogger(__name__)
@@ -218,7 +217,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduces an object like cloudpickle, and collects the modules that it needs."""
-        return tensors.reduce(obj) or self._reduce(obj)
+        return reduce_tensor(obj) or self._reduce(obj)
 
     def _reduce(self, obj: Any) -> Any:
         cls, module = type(obj), getattr(obj, "__module__", None)

@@ -19,8 +19,8 @@ from cloudpickle.cloudpickle import _extract_code_globals
 
 from rankzero.submit.code_modules import is_sent_by_name, is_sent_by_value, reduce_wrapper
 from rankzero.submit.code_source import digest_of_code
-from rankzero.values import tensors
 from rankzero.values.formats import digest_of
+from rankzero.values.pickled import reduce_tensor
 from rankzero.values.ref import ResultRef
 
 
@@ -86,7 +86,7 @@ class Contents:
             is_sent = is_sent_by_value(value.__name__)
             sent = {name: each for name, each in vars(value).items() if is_sent and name[:2] != "__"}
             return ("module", "" if is_sent else value.__name__), [sent]
-        reduced = tensors.reduce(value) or reduce_wrapper(value)
+        reduced = reduce_tensor(value) or reduce_wrapper(value)
         if reduced is None:
             reducer = cloudpickle.Pickler.dispatch_table.get(cls)
             reduced = reducer(value) if reducer else value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)

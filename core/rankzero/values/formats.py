@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import IO, TYPE_CHECKING, Any
 
 from rankzero.errors import ResultError
-from rankzero.values import pickled, tensors
+from rankzero.values import pickled
 from rankzero.values.plain import is_json
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def choose(value: object) -> str:
         return JSON
     # Some kinds of tensors lack attributes of others and raise any exception.
     with contextlib.suppress(Exception):
-        if tensors.is_all_tensors(value):
+        if pickled.is_all_tensors(value):
             return TORCH
     return PICKLE
 
@@ -96,7 +96,7 @@ def dump(value: object, file_format: str, file: IO[bytes]) -> None:
         switch = getattr(torch.serialization, "set_crc32_options", bool)
         switch(False)
         try:
-            torch.save(value, file, pickle_module=tensors.TorchPickle, pickle_protocol=2)
+            torch.save(value, file, pickle_module=pickled.TorchPickle, pickle_protocol=2)
         except RuntimeError as error:
             # torch's own error about a file that it could not finish hides that of the file.
             raise error.__context__ or error from None
