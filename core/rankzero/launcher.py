@@ -288,7 +288,7 @@ def follow_run(
 
     ``on_line`` is called with each line of a rank, which begins with its ``[rank]``, and the run's name; None prints.
     """
-    from rankzero.run.printing import in_notebook, print_line
+    from rankzero.run.lines import in_notebook, print_line
 
     with contextlib.ExitStack() as around:
         handles: list[RunHandle[Any]] = []

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rankzero import bounds
@@ -14,11 +14,10 @@ from rankzero.bounds import HEARTBEAT_INTERVAL, LOG_TAIL_WIDTH
 from rankzero.channel import messages
 from rankzero.channel.messages import Message
 from rankzero.channel.server import Server
-from rankzero.driver import policy
 from rankzero.driver.ending import Facts, Failure, Member
-from rankzero.driver.hangs import HangWatch
 from rankzero.driver.places import Places
 from rankzero.driver.storage import Storage
+from rankzero.driver.watch import HangWatch
 from rankzero.errors import EngineError
 from rankzero.job import Job
 from rankzero.run.checkpoints import Manifest
@@ -88,7 +87,7 @@ class Agents:
         An agent recognizes the submission's folder by the token.
         """
         members = [self.members[task] for task in sorted(self.members)]
-        members = [members[index] for index in policy.order_tasks([member.host for member in members])]
+        members = [members[index] for index in order_tasks([member.host for member in members])]
         # Computed once: computing it for each agent would be quadratic in their number.
         same: dict[str, Any] = {
             "master_addr": members[0].addresses(for_one_host=self._on_one_host())[0],
@@ -256,3 +255,9 @@ class Agents:
         failure = Failure(rank, member.name, member.host, report)
         if self.facts.note_failure(failure):
             self._recorder.event({"type": "failure", "rank": rank, "host": failure.host, "what": failure.headline})
+
+
+def order_tasks(hosts: Sequence[str]) -> list[int]:
+    """Returns the tasks in rank order: host by host, hosts in the order of their first task. Their index has a host."""
+    first_seen = {host: index for index, host in reversed(list(enumerate(hosts)))}
+    return sorted(range(len(hosts)), key=lambda task: (first_seen[hosts[task]], task))

@@ -21,13 +21,13 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from rankzero import bounds
 from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel import messages
 from rankzero.channel.connection import new_secret
-from rankzero.driver import ending, policy
+from rankzero.driver import ending
 from rankzero.driver.agents import Agents
 from rankzero.driver.ending import Facts, Verdict
 from rankzero.driver.places import Places
@@ -212,7 +212,7 @@ class Attempt:
     async def _check_start(self, now: float) -> None:
         """Raises StartTimeoutError if the ranks take too long to start; names those that are missing meanwhile."""
         tasks, ranks = self._agents.missing()
-        what = policy.starting_message(self._agents.num_agents, tasks, ranks)
+        what = starting_message(self._agents.num_agents, tasks, ranks)
         self._places.recorder.note_waiting(f"waiting: {what}")
         if now > self._deadline:
             # Rank 0 opens the rendezvous after every rank has imported torch.
@@ -330,3 +330,12 @@ class Attempt:
             await self._places.watch.wait(CHECK_INTERVAL)
         self._agents.note_stored()
         return deadline
+
+
+def starting_message(num_tasks: int, missing_tasks: Sequence[int], missing_ranks: Sequence[int]) -> str:
+    """Returns the message about why a launched attempt has not started yet."""
+    if missing_tasks:
+        started = f"{num_tasks - len(missing_tasks)} of {num_tasks} tasks have started"
+        return f"{started}, not {ending.name_ranks(missing_tasks, 'task')} (are its slots in use?)"
+    what = f"{ending.name_ranks(missing_ranks)} still imports torch" if missing_ranks else "rank 0 opens no rendezvous"
+    return f"every task has started, but {what}"

@@ -19,8 +19,7 @@ from rankzero.errors import ResultError
 from rankzero.host.processes import process_namespace, process_start
 from rankzero.masking import Mask
 from rankzero.run.directory import EVENTS, LINES, Submission
-from rankzero.run.growing import Appender, PieceWriter
-from rankzero.run.output import stamped
+from rankzero.run.lines import Appender, PieceWriter, stamped
 from rankzero.run.reports import CHECK_PREFIX, MOST_METRICS
 from rankzero.run.status import RunStatus, pace
 from rankzero.threads import ActionThread

@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rankzero import bounds
-from rankzero.advice import require
 from rankzero.data.manifest import Manifest
-from rankzero.errors import EngineError, RankZeroError
+from rankzero.errors import EngineError, RankZeroError, require
 from rankzero.job import Job
 from rankzero.threads import in_thread
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import rankzero
-from rankzero.advice import advised
 from rankzero.engines.base import AgentConfig, AgentGroup, Engine, EngineSession, OnEnd, require_torch
 from rankzero.engines.gpus import GpuClaims, local_gpus, require_local_gpus
-from rankzero.errors import LOST, EngineError, RankZeroError
+from rankzero.errors import LOST, EngineError, RankZeroError, advised
 from rankzero.host.usage import available_cores
 from rankzero.job import Job
 from rankzero.task.hold import hold

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job
 from rankzero.run.directory import EVENTS
-from rankzero.run.growing import Stream
 from rankzero.run.handle import RunHandle
-from rankzero.run.output import events_of
+from rankzero.run.lines import Stream, events_of
 from rankzero.run.reports import PROGRESS, STEP_NAMES, TOTALS, UNSHOWN, RowKeeper, is_number, throughput
 from rankzero.run.status import RunStatus
 

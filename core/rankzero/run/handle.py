@@ -15,9 +15,8 @@ from rankzero.errors import ResultError, error_from_json, located
 from rankzero.job import Job
 from rankzero.run.checkpoints import Manifest, list_committed
 from rankzero.run.directory import EVENTS, LINES, Delivery, RunDirectory, Submission, bound_of
-from rankzero.run.growing import Stream
+from rankzero.run.lines import Line, Stream, events_of, parsed
 from rankzero.run.observer import Observer, OwnDriver
-from rankzero.run.output import Line, events_of, parsed
 from rankzero.run.reports import as_row
 from rankzero.run.status import LONGEST_PACE, SHORTEST_PACE, RunStatus
 from rankzero.values.ref import ResultRef

@@ -20,14 +20,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from rankzero import store
-from rankzero.advice import require
 from rankzero.data import kinds
 from rankzero.data.files import PARQUET_OPTIONS, digest_of, filesystem_of, stamp_of, tags_of
 from rankzero.data.manifest import FILE, File, Manifest, encode_schema, from_bytes
 from rankzero.data.schemas import check_missing, schema_of_files
 from rankzero.data.table import Table
 from rankzero.engines.base import Engine
-from rankzero.errors import InvalidJobError
+from rankzero.errors import InvalidJobError, require
 from rankzero.job import qualified_name
 from rankzero.run.directory import Submission
 from rankzero.submit.existing import storing
