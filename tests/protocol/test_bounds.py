@@ -5,7 +5,7 @@ import pytest
 from rankzero import InvalidJobError, Launcher, bounds
 from rankzero.agent import supervise
 from rankzero.channel import connection, server
-from rankzero.driver import attempt, hangs, places, storage, watch
+from rankzero.driver import attempt, places, storage, watch
 from rankzero.run import directory, tries
 from rankzero.store import upkeep
 from rankzero.submit import durable
@@ -53,7 +53,7 @@ def test_a_driver_is_replaced_only_after_its_agents_have_given_it_up() -> None:
 
 
 def test_ranks_in_a_collective_without_the_others_are_named_before_they_count_as_hung() -> None:
-    assert hangs.RETURNED_NOTICE() < hangs.RETURNED_HANG()
+    assert watch.RETURNED_NOTICE() < watch.RETURNED_HANG()
 
 
 def test_a_temporary_file_of_a_store_that_is_out_for_a_while_does_not_count_as_left() -> None:
