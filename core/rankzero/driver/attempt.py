@@ -22,6 +22,7 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from rankzero import bounds
 from rankzero.bounds import STORE_OUTAGE
@@ -101,10 +102,10 @@ class Attempt:
 
     async def _prepare(self, session: EngineSession, num_tasks: int) -> None:
         """Makes the parts of the attempt for its number of tasks."""
-        places, self.job, whole = self._places, self.job.sized(num_tasks), self.job
+        places, whole, size = self._places, self.job, num_tasks * self.job.processes_per_task
+        self.job = replace(whole, num_processes=size, min_processes=None)
         if whole.min_processes is not None:
             # The job alone does not determine the size of the world.
-            size = self.job.num_processes
             what = f"attempt {self._number} starts with {size} ranks, of {whole.world}, on {session.place}"
             places.recorder.announce("world", what, attempt=self._number, world_size=size)
             places.recorder.update(world_size=size)
@@ -112,7 +113,7 @@ class Attempt:
         if num_agents > MANY_AGENTS:
             allow_open_files()
         self._secret, self._identity = new_secret(), None
-        if await places.request(lambda: job.encrypts(by_default=session.encrypts), self._deadline):
+        if session.encrypts if job.encrypt is None else job.encrypt:
             # Imported here, so that most drivers do not load TLS.
             from rankzero.channel.tls import make_identity
 
@@ -154,21 +155,25 @@ class Attempt:
             "caller": this_process() if self._places.recorder.status.driver_thread else None,
             "certificate": base64.b64encode(self._identity[0]).decode() if self._identity else None,
         }
-        launch = functools.partial(session.launch, num_tasks, config, self._agents.engine_end())
+        loop = asyncio.get_running_loop()
+
+        def on_end(error: BaseException | None) -> None:
+            # In the engine's thread. The loop is closed if the driver has not waited for the end.
+            if not loop.is_closed():
+                asyncio.run_coroutine_threadsafe(self._agents.note_engine_end(error), loop)
+
+        launch = functools.partial(session.launch, num_tasks, config, on_end)
         self._group = await self._places.request(launch, self._deadline, lambda late: late.cancel())
 
     async def _read_store(self) -> tuple[Manifest | None, str]:
         """Returns the checkpoint to start from, and the text by which agents recognize the folder."""
         watch, recorder, began = self._places.watch, self._places.recorder, time.monotonic()
-        # It tries again for as long by itself, if the store replies.
-        deadline = began + 2 * STORE_OUTAGE()
-
-        def check() -> None:
-            watch.check()
-            if time.monotonic() > deadline:
-                raise ResultError(f"the store of {self._places.own.run.directory} does not answer")
-
-        resume, token = await self._places.watch.reply_of(self._storage.submit(self._storage.begin), check)
+        try:
+            # `begin` tries again for half as long, if the store replies.
+            async with asyncio.timeout(2 * STORE_OUTAGE()):
+                resume, token = await watch.reply_of(self._storage.submit(self._storage.begin), watch.check)
+        except TimeoutError as error:
+            raise ResultError(f"the store of {self._places.own.run.directory} does not answer") from error
         # An outage of the store takes no time from the ranks' start.
         self._deadline += time.monotonic() - began
         if (found := resume and resume.id) != recorder.status.checkpoint:
@@ -285,7 +290,7 @@ class Attempt:
         asked_at = alone_at = time.monotonic()
         while not facts.engine_ended:
             now = time.monotonic()
-            alone_at = now if server.connected else alone_at
+            alone_at = now if server.agents else alone_at
             since = max(asked_at, agents.heard_at) if is_patient else asked_at
             # After a success, the processes that held agents may still remove files.
             if now - since > timeout or (not is_patient and now - alone_at > bounds.STOP_MARGIN()):

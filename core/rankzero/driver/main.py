@@ -199,7 +199,7 @@ class Delegation:
             "secret": new_secret(),
             "num_tasks": num_tasks,
             "place": session.place,
-            "encrypts": job.encrypts(by_default=session.encrypts),
+            "encrypts": session.encrypts if job.encrypt is None else job.encrypt,
             "trackers": self._private["trackers"],
         }
 

@@ -143,7 +143,7 @@ class Storage:
                     "ended with their attempt. Write rows behind the training, or change code_version to start over"
                 )
             self._kept, self._resumed = kept, kept[-1] if kept else None
-            return self._resumed, self._own.token()
+            return self._resumed, store.read_bytes(self._own.path("driver")).decode()
 
         is_vain = lambda error: self._closed or isinstance(error, (NotOwnerError, ResultError))  # noqa: E731
         return store.patiently(read, STORE_OUTAGE(), bounds.STORE_RETRY_INTERVAL(), is_vain)

@@ -192,10 +192,12 @@ class Summary:
 
     def facts(self) -> dict[str, Any]:
         """Returns, as JSON, progress, curves, timeline, marks and the usage of hosts."""
-        slowest = self.slowest
-        progress = {"total": self.total, "unit": self.unit, "seconds_left": self.seconds_left}
+        progress = None
+        if slowest := self.slowest:
+            facts = {"total": self.total, "unit": self.unit, "seconds_left": self.seconds_left}
+            progress = {"done": slowest.done, **facts}
         return {
-            "progress": slowest and {"done": slowest.done, **progress},
+            "progress": progress,
             "throughput": throughput(self.rows),
             "steps": self.step_name or None,
             "curves": [
