@@ -1,16 +1,20 @@
 """`Attempt`: one attempt of a run, as one coroutine: open, slots, join, start, run, judge, record, end, settle.
 
-An attempt ends before every rank has finished if
+It succeeds once every rank has finished and rank 0's value is stored. Nothing takes that back: `_end` records it before
+ranks run their exit handlers, and a lost host or a cancel only shortens their exit. The attempt ends before that if
 
 - a rank raises or is killed. Its agent reports that, `_judge` waits two seconds for an earlier cause, and `_end` makes
   all agents stop their ranks: SIGTERM, then SIGKILL after ``stop_grace``.
 - the host of an agent dies, or the network to it is cut. The connection breaks, or the agent sends nothing for 45
-  seconds: it is gone, and the same follows. Its ranks are the cause; what their peers report are consequences.
+  seconds: it is gone, and the same follows. Its ranks are the cause; what their peers report are consequences. A host
+  that dies before its agent has joined is missed until ``start_timeout``, unless the engine reports it.
 - the engine ends the agents, or the store refuses rank 0's value, also by not taking it in time. Both are judged, too.
-- the user cancels the run, ``timeout`` or ``start_timeout`` is over, or the ranks hang. Nothing is judged, and `_end`
+- the user cancels the run, ``timeout`` or ``start_timeout`` is over, or the ranks hang. What waits then raises the
+  error, a cancel's by `Watch.check`. Before agents exist, the error leaves `live`; later nothing is judged, and `_end`
   stops the ranks. A value that the store takes meanwhile still makes the run a success (`ending.settled`).
 
-`rankzero.driver.driver` then decides by the cause whether another attempt follows.
+`rankzero.driver.driver` then decides by the cause whether another attempt follows: not after a cancel or a time limit,
+and after an exception of the user's code only if ``restart_on`` names it or it is a `RetryableError`.
 """
 
 from __future__ import annotations
@@ -132,7 +136,8 @@ class Attempt:
         """Makes the engine start the agents, for which the driver listens."""
         job = self.job
         self._resume, self._token = await self._read_store()
-        self._agents.served |= files_of(self._resume)
+        if self._resume:
+            self._agents.served |= files_of(self._resume)
 
         bind = lambda: (listen(session.bind_host, job.ports), session.driver_hosts)  # noqa: E731
         listener, hosts = await self._places.request(bind, self._deadline)
@@ -271,7 +276,11 @@ class Attempt:
     # -- ending --------------------------------------------------------------------------------
 
     async def _end(self, verdict: Verdict) -> None:
-        """Ends the agents. Behind a success, the limit counts from their last message: they deliver the last lines."""
+        """Ends the agents: after a success ranks run their exit handlers, else they are stopped.
+
+        Agents that do not end in time are cancelled at the engine. After a success the time counts from their last
+        message, since they deliver the last lines; a cancel then stops the ranks.
+        """
         agents, facts, watch, server = self._agents, self._facts, self._places.watch, self._agents.server
         agents.is_leaving = True
         is_patient = is_released = verdict.success is not None
@@ -287,13 +296,13 @@ class Attempt:
             agents.is_stopping = True
             server.broadcast(messages.Stop(self.job.stop_grace))
             timeout = self.job.stop_grace + bounds.STOP_MARGIN()
-        asked_at = alone_at = time.monotonic()
+        asked_at = connected_at = time.monotonic()
         while not facts.engine_ended:
             now = time.monotonic()
-            alone_at = now if server.agents else alone_at
+            connected_at = now if server.agents else connected_at
             since = max(asked_at, agents.heard_at) if is_patient else asked_at
             # After a success, the processes that held agents may still remove files.
-            if now - since > timeout or (not is_patient and now - alone_at > bounds.STOP_MARGIN()):
+            if now - since > timeout or (not is_patient and now - connected_at > bounds.STOP_MARGIN()):
                 break
             if not is_released and len(facts.over) >= facts.num_processes:
                 # Ranks that have committed wait for their peers. No rank is left that needs the rest of the grace.
@@ -302,7 +311,7 @@ class Attempt:
             if watch.is_called_off() and is_patient:
                 server.broadcast(messages.Stop(self.job.stop_grace))
                 timeout, is_patient = self.job.stop_grace + bounds.STOP_MARGIN(), False
-                asked_at = alone_at = now
+                asked_at = connected_at = now
             await self._places.watch.wait(WINDOW_STEP)
             agents.note_stored()
         else:

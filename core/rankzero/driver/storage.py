@@ -339,9 +339,7 @@ def _not_stored(error: str) -> ResultError:
     return ResultError(f"rank 0 returned, but its value could not be stored: {error}")
 
 
-def files_of(checkpoint: Manifest | None) -> dict[str, str]:
+def files_of(checkpoint: Manifest) -> dict[str, str]:
     """Returns the files of the checkpoint to start from, by the names under which agents request them."""
-    if checkpoint is None:
-        return {}
     files = {"manifest": MANIFEST} | {rank: part["file"] for rank, part in checkpoint.parts.items()}
     return {f"checkpoint-{name}": store.join(checkpoint.folder, file) for name, file in files.items()}
