@@ -192,12 +192,10 @@ class Summary:
 
     def facts(self) -> dict[str, Any]:
         """Returns, as JSON, progress, curves, timeline, marks and the usage of hosts."""
-        progress = None
-        if slowest := self.slowest:
-            facts = {"total": self.total, "unit": self.unit, "seconds_left": self.seconds_left}
-            progress = {"done": slowest.done, **facts}
+        slowest = self.slowest
+        done = slowest and {"done": slowest.done, "total": self.total, "unit": self.unit}
         return {
-            "progress": progress,
+            "progress": done and {**done, "seconds_left": self.seconds_left},
             "throughput": throughput(self.rows),
             "steps": self.step_name or None,
             "curves": [
