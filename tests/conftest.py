@@ -154,9 +154,16 @@ def wait_until_gone(marker: str, timeout: float = ORPHAN_TIMEOUT) -> list[int]:
     deadline = time.monotonic() + timeout
     while (left := processes_with(marker)) and time.monotonic() < deadline:
         # To read the environment of every process costs as much as this test may have to wait.
-        while any(map(is_alive, left)) and time.monotonic() < deadline:
+        while any(map(is_at_work, left)) and time.monotonic() < deadline:
             time.sleep(LOOK)
     return left
+
+
+def is_at_work(pid: int) -> bool:
+    """Returns False for a process that has exited, or that waits as an idle zygote by now."""
+    with contextlib.suppress(OSError):
+        return is_alive(pid) and not is_idle_zygote(pid)
+    return False
 
 
 def is_alive(pid: int) -> bool:

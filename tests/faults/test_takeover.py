@@ -35,7 +35,6 @@ def train(folder: str) -> tuple[int, int]:
     return first, step
 
 
-@pytest.mark.usefixtures("own_zygotes")
 @pytest.mark.parametrize("scale", [0.3, pytest.param(1.0, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("place", ["disk", "object store"])
 def test_a_driver_that_was_stopped_while_another_submission_took_over_harms_nothing(
