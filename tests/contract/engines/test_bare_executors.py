@@ -34,20 +34,15 @@ def bare(bare_python: str) -> Iterator[SparkEngine]:
             del os.environ["PYSPARK_PYTHON"]
 
 
-@pytest.fixture
-def on_bare(launcher: Launcher, bare: SparkEngine) -> Launcher:
-    return launcher.options(engine=bare)
-
-
-def test_nothing_but_torch_is_installed_there(on_bare: Launcher, bare_python: str) -> None:
+def test_nothing_but_torch_is_installed_there(
+    launcher: Launcher, bare: SparkEngine, bare_python: str, tmp_path: Path
+) -> None:
+    on_bare = launcher.options(engine=bare)
     found = on_bare.run(what_is_there)
     assert found["python"] == bare_python
     # These two travel; what else is found would hide that something is needed.
     assert set(found["found"]) <= {"rankzero", "cloudpickle"}
     assert "rankzero.zip" in found["rankzero"]
-
-
-def test_a_script_and_its_module(on_bare: Launcher, tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("VALUE = 42\n")
     script = tmp_path / "train.py"
     script.write_text(
