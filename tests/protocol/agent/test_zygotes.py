@@ -204,16 +204,8 @@ def test_a_zygote_ends_with_its_owner(tmp_path: Path, how: str) -> None:
         until(lambda: not is_alive(zygote), 5.0, "the end of the zygote")
 
 
-@pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Has this process start its first zygote itself; what the suite shares can fork the next one at its address."""
-    address = os.environ[hold.SHARED]
-    monkeypatch.delenv(hold.SHARED)
-    return address
-
-
 def test_an_idle_zygote_ends_and_the_next_launch_has_another(
-    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, shared: str
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, own_zygotes: str
 ) -> None:
     launcher = launcher.options(num_processes=1, env={**(launcher.env or {}), "RANKZERO_TIME_SCALE": "0.01"})
 
@@ -222,12 +214,12 @@ def test_an_idle_zygote_ends_and_the_next_launch_has_another(
 
     first = launcher.run(zygote)
     until(lambda: not is_alive(first), WAIT, "the end of an idle zygote")
-    monkeypatch.setenv(hold.SHARED, shared)
+    monkeypatch.setenv(hold.SHARED, own_zygotes)
     assert launcher.run(zygote) != first
 
 
 def test_a_launch_that_an_idle_zygote_does_not_answer_goes_to_another_one(
-    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, shared: str
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, own_zygotes: str
 ) -> None:
     """The first one is stopped, so that it reads its launch when it is let go of, while the next one has it, too."""
     launcher = launcher.options(num_processes=1)
@@ -238,7 +230,7 @@ def test_a_launch_that_an_idle_zygote_does_not_answer_goes_to_another_one(
 
     first, _ = launcher.run(look, 0)
     os.kill(first, signal.SIGSTOP)
-    monkeypatch.setenv(hold.SHARED, shared)
+    monkeypatch.setenv(hold.SHARED, own_zygotes)
     monkeypatch.setattr(attempt, "PRELOAD_TIMEOUT", lambda: 4.0)
     # As on a busy machine.
     kill = subprocess.Popen.kill

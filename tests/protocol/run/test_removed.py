@@ -125,15 +125,11 @@ def test_ranks_of_a_removed_run_write_nothing_into_the_new_one(
 
 
 @pytest.mark.parametrize("place", ["{}/run", "memory://removed{}/run"])
-def test_a_driver_that_ends_late_finds_its_run_removed_or_submitted_again(tmp_path: Path, place: str) -> None:
+def test_a_driver_that_ends_late_finds_that_its_run_was_removed(tmp_path: Path, place: str) -> None:
     own = submitted(place.format(tmp_path))
     store.remove(own.run.directory)
     with pytest.raises(FileNotFoundError):
         own.finish(RunStatus(state="succeeded"))
-    new = submitted(own.run.directory)
-    with pytest.raises(FileNotFoundError):
-        own.finish(RunStatus(state="succeeded"))
-    assert new.end() is None
 
 
 def _removes(directory: Path) -> bool:

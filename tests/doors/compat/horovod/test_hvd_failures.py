@@ -218,23 +218,21 @@ if rank == 1:
 """Two ranks, again and again: forks of a process that has imported torch, which end with operations under way."""
 
 
-def ended(how: str, times: int = 1) -> tuple[list[str], str]:
-    """Returns the exit codes of the ranks of each time, and what they have printed."""
+@pytest.mark.parametrize(
+    ("how", "count", "codes"),
+    [
+        ("exits", 3, "0 0"),
+        pytest.param("exits", 100, "0 0", marks=[pytest.mark.soak, pytest.mark.timeout(1200)]),
+        # Before it issues anything, and while a collective is under way.
+        ("gradient", 1, "0 -9"),
+        ("large", 1, "0 -9"),
+    ],
+)
+def test_a_program_exits_without_an_abort_and_a_killed_peer_is_named_by_its_rank(
+    how: str, count: int, codes: str
+) -> None:
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROGRAM, how, *(str(free_port()) for _ in range(times))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120.0 * times)
-    return re.findall("^ended (.*)$", done.stdout, re.MULTILINE), done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("count", [3, pytest.param(100, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])])
-def test_a_program_exits_without_an_abort(count: int) -> None:
-    codes, output = ended("exits", count)
-    assert codes == ["0 0"] * count, output
-
-
-# Before it issues anything, and while a collective is under way.
-@pytest.mark.parametrize("name", ["gradient", "large"])
-def test_a_killed_peer_is_named_by_its_rank(name: str) -> None:
-    codes, output = ended(name)
-    assert f"rank [1] has died, while rank 0 waited for 'allreduce.{name}'" in output
-    assert codes == ["0 -9"]
+    command = [sys.executable, "-c", PROGRAM, how, *(str(free_port()) for _ in range(count))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120.0 * count)
+    assert re.findall("^ended (.*)$", done.stdout, re.MULTILINE) == [codes] * count, done.stdout + done.stderr
+    assert how == "exits" or f"rank [1] has died, while rank 0 waited for 'allreduce.{how}'" in done.stdout
