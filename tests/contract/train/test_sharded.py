@@ -38,7 +38,7 @@ def checkpoint_of(directory: str) -> Any:
 
 
 def make_state(*, filled: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A model of FSDP2 and its optimizer, after a step or as new; tensors by rows, whole, by columns. Then the numbers."""
+    """A model of FSDP2, its optimizer and more, after a step or as new, as a state. Then what is to be in it."""
     import torch
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict import get_state_dict
