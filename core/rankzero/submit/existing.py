@@ -77,7 +77,7 @@ def find(run: RunDirectory) -> RunHandle[Any] | None:
 
 
 def assess(
-    own: Submission, asked: Mapping[str, str], generation: str, caller: PipelineTry | None, *, by_name: bool
+    own: Submission, asked: Mapping[str, str], generation: str, caller: PipelineTry | None
 ) -> Existing:
     """Returns what submitting a training under this run id would mean now.
 
@@ -99,7 +99,6 @@ def assess(
         same_training=comparison.same,
         acknowledged=delivered.acknowledged,
         same_generation=caller is not None and delivered.acknowledged and caller.repeats(delivered.receiver),
-        by_name=by_name,
         automatic=automatic,
     )
     if decision is Decision.DELIVER and status.result and not store.exists(own.result_path(status.result["uri"])):

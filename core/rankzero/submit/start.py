@@ -121,8 +121,6 @@ class Submitter:
         self._request = request
         self._payload = payload = pack.build(train, args, kwargs, request.restart_on)
         self._identity = payload.identity(request.num_processes, template.code_version, request.code)
-        # The trainer of a compatibility layer may continue runs by their names. That of a step is named by the step.
-        self._by_name = bool(getattr(train, "resumes_by_name", False)) and not template.generation
         self._sources = datasets.Sources(request.sources, engine, template.generation)
         if isinstance(train, (list, tuple)) and template.hang_timeout:
             raise InvalidJobError(
@@ -208,7 +206,7 @@ class Submitter:
 
         def assess(digests: dict[str, str]) -> Existing:
             asked = self._asked(known | digests)
-            return existing.assess(before, asked, generation, self._request.caller, by_name=self._by_name)
+            return existing.assess(before, asked, generation, self._request.caller)
 
         if existing.is_repeated(before.job, generation):
             # The next try of a chain follows whatever differs, and perhaps the data cannot be read any more.
@@ -226,7 +224,7 @@ class Submitter:
         try:
             manifests, queries, digests = self._sources.collect(own, found.own if found else None)
             identity = self._asked(digests)
-            if found and found.decision is Decision.RESUME and not self._by_name:
+            if found and found.decision is Decision.RESUME:
                 # Only now all rows are known.
                 automatic = existing.is_repeated(found.own.job, request.template.generation)
                 comparison = compare(found.own.job.identity_parts, identity, automatic=automatic)

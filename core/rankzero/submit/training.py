@@ -8,8 +8,7 @@ import importlib.util
 import inspect
 import itertools
 import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rankzero.errors import InvalidJobError
@@ -26,10 +25,6 @@ MAX_TEXT = 500
 
 _BITS = 1024
 """Most bits of an integer that is shown: more digits than Python writes would fail the submission."""
-
-_ASSIGNED = re.compile(r"[-+~]*(\w[\w.@-]*)=(.*)", re.DOTALL)
-"""A word of a command line: ``--name=value``, or ``name=value`` as Hydra has it; not the path ``data/day=1``."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -151,35 +146,37 @@ def name_of(function: object) -> str:
 def params_of(
     training: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], env: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns the arguments of a call, with defaults, as short plain values; ``args`` has all words of a command line.
+    """Returns the arguments of a call by name, with defaults: plain values, and the names of the types of others.
+
+    A command line is one text, ``args``. Secrets are masked by their names, wherever else they occur, and in URLs.
 
     Args:
         training: The result of `resolve`.
         args: Positional arguments, or the rest of the command line.
         kwargs: Keyword arguments.
-        env: The ranks' variables. Their secrets are masked, and those of the arguments and of URLs in them.
+        env: The ranks' variables, whose secrets are masked, too.
 
     Example:
         >>> def train(lr, *, model, token=""): ...
-        >>> params_of(train, (0.1,), {"model": {"layers": 2, "weights": object()}, "token": "geheim"}, {})
-        {'lr': 0.1, 'model': "{'layers': 2, 'weights': 'object'}", 'token': '***'}
+        >>> params_of(train, (0.1,), {"model": object(), "token": "geheim"}, {})
+        {'lr': 0.1, 'model': 'object', 'token': '***'}
     """
     named = bind(training, args, kwargs, all_of=True)
-    groups = [named, *(value for value in named.values() if isinstance(value, dict))]
+    words: list[str] = []
+    secrets = [secret for group in (env, named) for secret in secrets_of(group)]
+    # Of a dict, too, which is shown as its type: another argument may have a part of it.
+    secrets += [secret for value in named.values() if isinstance(value, dict) for secret in secrets_of(value)]
     if isinstance(training, Program):
-        words = [*_named([str(word) for word in (*training.line, *args)])]
-        groups = [{name: value} for name, _, value in words]
-        named = {"args": [begin + (MASK if hides(name, value) else value) for name, begin, value in words]}
-    # A secret of one argument may be part of another.
-    mask = Mask([*secrets_of(env), *(secret for group in groups for secret in secrets_of(group))])
-    for name, value in named.items():
-        # Not deeper: a value may hold itself.
-        if isinstance(value, (list, tuple)):
-            named[name] = str([_plain(name, item, mask) for item in value[:MAX_TEXT]])
-        elif isinstance(value, dict):
-            shown = itertools.islice(value.items(), MAX_TEXT)
-            named[name] = str({str(key): _plain(str(key), each, mask) for key, each in shown})
-    return {name: _plain(name, value, mask) for name, value in named.items()}
+        for before, word in itertools.pairwise(["", *training.line, *map(str, args)]):
+            # ``--name=value`` and ``name=value``, or the value behind ``--name``.
+            name, equals, value = word.partition("=")
+            if not equals:
+                name, value = before if before.startswith("-") and "=" not in before else "", word
+            secrets += secrets_of({name.lstrip("-+~"): value})
+            words.append(f"{name if equals else ''}{equals}{MASK}" if hides(name.lstrip("-+~"), value) else word)
+        named = {"args": " ".join(words)}
+    mask = Mask(secrets)
+    return {name: _shown(name, value, mask) for name, value in named.items()}
 
 
 def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, all_of: bool = False) -> dict[str, Any]:
@@ -207,23 +204,11 @@ def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, all
     return named
 
 
-def _named(words: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Yields the words of a command line, each as a name, the beginning of the word with the name, and the value."""
-    for before, word in itertools.pairwise(["", *words]):
-        if assigned := _ASSIGNED.fullmatch(word):
-            yield assigned[1], word[: assigned.start(2)], assigned[2]
-        else:
-            is_value = before.startswith("-") and not word.startswith("--")
-            yield before.lstrip("-") if is_value else "", "", word
-
-
-def _plain(name: str, value: Any, mask: Mask) -> Any:
+def _shown(name: str, value: Any, mask: Mask) -> Any:
     if isinstance(value, int) and value.bit_length() > _BITS:
         return type(value).__name__
     if hides(name, value):
         return MASK
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    if isinstance(value, ResultRef):
-        return value.uri
-    return without_credentials(mask.text(value))[:MAX_TEXT] if isinstance(value, str) else type(value).__name__
+    if isinstance(value, str):
+        return without_credentials(mask.text(value))[:MAX_TEXT]
+    return value if value is None or isinstance(value, (int, float)) else type(value).__name__
