@@ -25,11 +25,8 @@ from typing import Any, NamedTuple
 
 from rankzero import store
 
-IMPORTERS = frozenset({"import_module", "__import__", "locate", "resolve_name", "instantiate"})
-"""Functions of importlib, pkgutil, pydoc and Hydra: where code names one, a text of one word may name a module."""
-
 _IMPORT_NAME = dis.opmap["IMPORT_NAME"]
-_NAME = re.compile(r"""['"]([A-Za-z_]\w*(?:[.:]\w*)*)[%{'"]""")
+_NAME = re.compile(r"""['"]([A-Za-z_]\w*(?:[.:]\w*)+)[%{'"]""")
 """The name of something in a module, or the begin of one up to a placeholder: ``acme.models.Net``, ``acme.{kind}``."""
 _LAYOUT = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER})
 _MARKS = {tokenize.NEWLINE: "\n", tokenize.INDENT: "\t", tokenize.DEDENT: "\b"}
@@ -44,15 +41,13 @@ class Source(NamedTuple):
         digest: Checksum of a file's tokens.
         imports: Absolute names that it imports anywhere; some may be no modules.
         early: Those of them that are imported when the file is imported itself.
-        texts: Texts in it that may name something in a module, or begin such a name.
-        computes: True if it names one of `IMPORTERS`, and so may import by any text.
+        texts: Texts with a dot in it that may name something in a module, or begin such a name.
     """
 
     digest: str = ""
     imports: frozenset[str] = frozenset()
     early: frozenset[str] = frozenset()
     texts: frozenset[str] = frozenset()
-    computes: bool = False
 
 
 NOTHING = Source()
@@ -118,15 +113,13 @@ def _words(source: str) -> Iterator[str]:
 def source_of_code(code: types.CodeType, package: str | None) -> Source:
     """Returns the facts about code with the functions and classes in it; relative imports begin at the package."""
     nested = list(_nested(code))
-    computes = any(not IMPORTERS.isdisjoint(each.co_names) for each, _ in nested)
     # The compiler makes tuples of texts, too.
     texts = {name.replace(":", ".") for each, _ in nested for name in _NAME.findall(repr(each.co_consts))}
     found = [pair for each, is_run in nested for pair in _imported(each, package, is_run)]
     return Source(
         imports=frozenset(name for name, _ in found),
         early=frozenset(name for name, is_early in found if is_early),
-        texts=frozenset(text for text in texts if computes or "." in text),
-        computes=computes,
+        texts=frozenset(texts),
     )
 
 

@@ -33,7 +33,7 @@ from rankzero.run import identity
 from rankzero.run.identity import DIGITS
 from rankzero.submit import code_modules
 from rankzero.submit.code_files import Modules, UserCode
-from rankzero.submit.code_source import IMPORTERS, NOTHING, Source, digest_of_source, source_of_code
+from rankzero.submit.code_source import NOTHING, Source, digest_of_source, source_of_code
 from rankzero.submit.pack_content import Contents
 from rankzero.submit.training import Program, bind, check_callable, name_of, resolve
 from rankzero.tracking.tracker import Tracker
@@ -43,7 +43,7 @@ from rankzero.values.ref import ResultRef, map_refs
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(rb"\x8c(.)([A-Za-z_]\w*(?:[.:]\w*)*)([%{]?)", re.DOTALL)
+_NAME = re.compile(rb"\x8c(.)([A-Za-z_]\w*(?:[.:]\w*)+)([%{]?)", re.DOTALL)
 """A short text in a pickle, behind its length, that may name something in a module, or begin such a name."""
 
 _OF_THE_DRIVER = ("DataFrame", "SparkSession", "SparkContext", "RDD")
@@ -149,26 +149,14 @@ def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_
         restart = {"restart_on": other.dumps(restart_on)} if restart_on else {}
         pickled = pickler.dumps(restart | parts)
     except Exception as error:
-        culprit = _find_culprit(name, arguments | {"restart_on": restart_on})
-        raise InvalidJobError(f"{culprit} cannot be pickled: {error}", code="RZ-1004") from error
-    found = ((text, mark or length[0] == len(text)) for length, text, mark in _NAME.findall(pickled))
-    texts = {text.decode().replace(":", ".") for text, is_whole in found if is_whole}
-    # Under another name, an importer itself is in the pickle.
-    if not (needs.computes or pickler.computes or any(each.encode() in pickled for each in IMPORTERS)):
-        texts = {text for text in texts if "." in text}
+        raise InvalidJobError(
+            f"{name}, an argument, or something that these refer to, cannot be pickled: {error}", code="RZ-1004"
+        ) from error
+    found = [text for length, text, mark in _NAME.findall(pickled) if mark or length[0] == len(text)]
+    texts = {text.decode().replace(":", ".") for text in found}
     imports = needs.imports | pickler.modules | other.modules
     needs = Source(imports=imports, texts=needs.texts | (texts - pickler.by_value))
     return Payload(name, pack(pickled, buffers), Modules(needs, first), refs, training, arguments)
-
-
-def _find_culprit(name: str, arguments: dict[str, Any]) -> str:
-    """Returns the name of the argument or function that cannot be pickled."""
-    for argument, value in arguments.items():
-        try:
-            TrainingPickler().dumps(value)
-        except Exception:
-            return f"argument {argument!r} (a {type(value).__name__})"
-    return f"train={name}, or something it refers to,"
 
 
 def pack_trackers(trackers: Sequence[Tracker], engine: Engine) -> dict[str, Any] | None:
@@ -197,7 +185,6 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
     Attributes:
         modules: Names that ranks import; some may be no modules.
         by_value: Names in the pickle that are those of modules whose code it has.
-        computes: True if a function in it may import by any text.
         loaded: Modules below these packages that this process has loaded: code reaches them by any attribute, so ranks
             import them, too.
     """
@@ -207,7 +194,6 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(self._stream, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=on_buffer)
         self.modules: set[str] = set()
         self.by_value: set[object] = set()
-        self.computes = False
         self.loaded: list[str] = []
 
     def dumps(self, obj: object) -> bytes:
@@ -267,7 +253,6 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         used = [function.__globals__.get(name) for name in _extract_code_globals(function.__code__)]
         modules = {each.__name__ for each in used if isinstance(each, types.ModuleType)}
         source = source_of_code(function.__code__, function.__globals__.get("__package__"))
-        self.computes |= source.computes
         self._note(source.imports.union(filter(code_modules.travels, modules)))
 
     def _note(self, names: Iterable[str]) -> None:
