@@ -181,7 +181,7 @@ def test_what_may_hold_secrets_stays(project: Path, caplog: pytest.LogCaptureFix
     for name in stay | travel - {"__init__.py"}:
         write(project / "acme" / name)
     assert files_of(pack.build(load_module("acme").train, (), {})) == {f"acme/{name}" for name in travel}
-    assert "acme/deep/credentials/inner/gcp.json, acme/secrets/token.txt, acme/webserver_config.py do" in caplog.text
+    assert "acme/deep/credentials/inner/gcp.json, acme/secrets/token.txt, acme/webserver_config.py' do" in caplog.text
 
 
 @pytest.mark.parametrize("condition", ["TYPE_CHECKING:", "typing.TYPE_CHECKING:", "TYPE_CHECKING:" + 199 * " typing;"])

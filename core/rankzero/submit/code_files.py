@@ -55,10 +55,7 @@ class Bundle:
 
     def add(self, name: str, path: str) -> None:
         """Adds a regular file."""
-        # No zip has a name that is not UTF-8.
-        if (shown := os.fsencode(name).decode(errors="backslashreplace")) != name:
-            self._missed.add(shown)
-        elif os.path.isfile(path):
+        if os.path.isfile(path):
             self.files.setdefault(name, path)
 
     def add_folder(self, base: str, prefix: str, *, is_package: bool = True) -> None:
@@ -80,7 +77,9 @@ class Bundle:
                 is_source, path = name.endswith(".py"), os.path.join(below, name)
                 if ignored(path) or not (is_source or directory in packages):
                     continue
-                if name in links or _is_secret(name) or (is_in_secret and not is_source):
+                # No zip has a name that is not UTF-8.
+                is_utf8 = path.isprintable()
+                if name in links or not is_utf8 or _is_secret(name) or (is_in_secret and not is_source):
                     self._missed.add(os.path.join(prefix, path))
                 else:
                     self.add(os.path.join(prefix, path), os.path.join(directory, name))
@@ -105,10 +104,8 @@ class Bundle:
                 "or put it where the ranks run"
             )
         if self._missed:
-            named = ", ".join(sorted(self._missed))
-            logger.warning(
-                "%s do not travel with the job: links to folders, names that are not UTF-8, or possible secrets", named
-            )
+            named = ascii(", ".join(sorted(self._missed)))
+            logger.warning("%s do not travel with the job: links to folders, odd names, or possible secrets", named)
         buffer = io.BytesIO()
         # Not compressed: that makes a third of the bytes, and takes six times as long here.
         with zipfile.ZipFile(buffer, "w", strict_timestamps=False) as archive:
@@ -144,8 +141,7 @@ class Modules:
     def __init__(self, needs: Source, first: str | None = None) -> None:
         """Finds the files, first in a directory that is given. Raises InvalidJobError like `Bundle.zipped`."""
         self.counted: dict[str, str] = {}
-        bundle, waiting, found = Bundle(), [needs], set[str]()
-        reached, aside = {*needs.imports, *needs.texts}, dict[str, str]()
+        bundle, waiting, found, sources = Bundle(), [needs], set[str](), dict[str, Source]()
         while waiting:
             for root in sorted(_roots(waiting.pop(), first) - found):
                 found.add(root)
@@ -160,17 +156,14 @@ class Modules:
                 for name in sorted({*files}.difference(data)):
                     path, module = bundle.files[name], name[:-3].removesuffix(os.sep + "__init__")
                     module = module.replace(os.sep, ".")
-                    source = source_of_file(path, package_of(module, path))
+                    sources[module] = source = source_of_file(path, package_of(module, path))
                     waiting.append(source)
-                    if ORCHESTRATORS.isdisjoint(each.partition(".")[0] for each in source.early):
-                        self.counted[module] = source.digest
-                        reached |= source.imports | source.texts
-                    else:
-                        # Ranks get its functions by value.
-                        aside[module] = source.digest
-        # There may be a million texts.
-        parts = {part for name in reached for part in parents_of(name)} if aside else set[str]()
-        self.counted |= {module: aside[module] for module in aside.keys() & parts}
+        # Ranks get the functions of a pipeline's file by value, so it counts only if another source imports it.
+        orchestrated = lambda source: ORCHESTRATORS & {name.partition(".")[0] for name in source.early}  # noqa: E731
+        if aside := {module for module, source in sources.items() if orchestrated(source)}:
+            users = [needs, *(source for module, source in sources.items() if module not in aside)]
+            aside -= {part for user in users for name in user.imports | user.texts for part in parents_of(name)}
+        self.counted |= {module: source.digest for module, source in sources.items() if module not in aside}
         names = ", ".join(sorted({name.partition(os.sep)[0] for name in bundle.files}))
         self.zipped = bundle.zipped(f"the user modules {names}") if names else None
 

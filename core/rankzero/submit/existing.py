@@ -76,9 +76,7 @@ def find(run: RunDirectory) -> RunHandle[Any] | None:
     return RunHandle(run.directory, job=job) if job else None
 
 
-def assess(
-    own: Submission, asked: Mapping[str, str], generation: str, caller: PipelineTry | None
-) -> Existing:
+def assess(own: Submission, asked: Mapping[str, str], generation: str, caller: PipelineTry | None) -> Existing:
     """Returns what submitting a training under this run id would mean now.
 
     A driver on another host is polled until it shows a heartbeat or counts as dead. If the orchestrator of the caller,

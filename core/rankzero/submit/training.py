@@ -15,7 +15,6 @@ from rankzero.errors import InvalidJobError
 from rankzero.masking import MASK, Mask, hides, secrets_of, without_credentials
 from rankzero.submit.code_modules import forget_places, is_distributed, is_importable, named_like, spec_of
 from rankzero.submit.code_source import NOTHING, Source, source_of_file, to_code
-from rankzero.values.ref import ResultRef
 
 MODULE = "-m "
 """Prefix of a ``train`` that names a module to run, as for ``python`` and ``torchrun``."""
@@ -25,6 +24,7 @@ MAX_TEXT = 500
 
 _BITS = 1024
 """Most bits of an integer that is shown: more digits than Python writes would fail the submission."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
