@@ -159,8 +159,11 @@ class Modules:
                     sources[module] = source = source_of_file(path, package_of(module, path))
                     waiting.append(source)
         # Ranks get the functions of a pipeline's file by value, so it counts only if another source imports it.
-        orchestrated = lambda source: ORCHESTRATORS & {name.partition(".")[0] for name in source.early}  # noqa: E731
-        if aside := {module for module, source in sources.items() if orchestrated(source)}:
+        if aside := {
+            module
+            for module, source in sources.items()
+            if ORCHESTRATORS & {name.partition(".")[0] for name in source.early}
+        }:
             users = [needs, *(source for module, source in sources.items() if module not in aside)]
             aside -= {part for user in users for name in user.imports | user.texts for part in parents_of(name)}
         self.counted |= {module: source.digest for module, source in sources.items() if module not in aside}

@@ -142,7 +142,7 @@ class Sources:
             if isinstance(source, Manifest):
                 source.check_rows(name, own.job.num_processes)
         manifests = {name: source for name, source in found.items() if isinstance(source, Manifest)}
-        queries = {name: source for name, source in found.items() if name not in manifests}
+        queries = {name: source for name, source in found.items() if isinstance(source, str)}
         return manifests, queries, {name: self._digest(source) for name, source in found.items()}
 
 

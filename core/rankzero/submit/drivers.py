@@ -21,13 +21,10 @@ from rankzero.job import Job
 from rankzero.run.directory import DRIVER_LOG, Submission
 from rankzero.run.handle import RunHandle
 from rankzero.run.observer import signal_cancel
-from rankzero.submit.start import Request, record_end
+from rankzero.submit.start import Request
 from rankzero.threads import in_thread
 
 logger = logging.getLogger(__name__)
-
-LAST_OUTPUT = 16 << 10
-"""Bytes of a driver's last output from which an error takes its last lines."""
 
 
 class DriverProcess(subprocess.Popen[bytes]):
@@ -38,8 +35,8 @@ class DriverProcess(subprocess.Popen[bytes]):
 
     def last_output(self) -> bytes:
         """Returns the end of what the driver has printed."""
-        size = os.fstat(self.output.fileno()).st_size
-        return os.pread(self.output.fileno(), LAST_OUTPUT, max(0, size - LAST_OUTPUT))
+        size, most = os.fstat(self.output.fileno()).st_size, 16 << 10
+        return os.pread(self.output.fileno(), most, max(0, size - most))
 
     def cancel(self) -> None:
         """Makes the driver end the run on request, without the store."""
@@ -74,12 +71,7 @@ def start(own: Submission, request: Request) -> RunHandle[Any]:
 
 
 def start_driver(own: Submission, private: dict[str, Any]) -> DriverProcess:
-    """Starts a driver in its own session, with its output in ``driver.log``.
-
-    Args:
-        own: The submission to drive.
-        private: The result of `Request.private`, for the driver's standard input.
-    """
+    """Starts a driver in its own session, with its output in ``driver.log``, and sends it `Request.private`."""
     import rankzero
 
     package_root = os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__)))
@@ -122,14 +114,10 @@ def _process_driver(own: Submission, request: Request, stop_timeout: float) -> I
 
     It also ends the run when this process exits, or on a cluster when no process follows the run.
     """
-    owner, handle = os.getpid(), RunHandle[Any](own.run.directory, job=own.job)
+    owner = os.getpid()
+    # An interrupt before the block finds a driver that has not begun, and the caller records the end.
+    handle = start(own, request)
     try:
-        try:
-            handle = start(own, request)
-        except BaseException as error:
-            # Here, since the cancel below would hide why the driver did not start.
-            record_end(own, error)
-            raise
         yield handle
     finally:
         # The driver's own status decides: this process may only have counted the driver as dead. A forked child that

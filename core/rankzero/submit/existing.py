@@ -33,6 +33,7 @@ class Existing:
     own: Submission  # Its last submission
     status: RunStatus  # Its current status; ``"failed"`` if its driver died
     decision: Decision  # The effect of submitting a training under its id
+    automatic: bool  # The orchestrator repeats by itself the try that submitted it: of one chain of tries
     # It is live but was asked to stop, its driver has decided to cancel it, or its owner has exited: a new submission
     # waits for its end
     ending: bool
@@ -65,11 +66,7 @@ def check_owner(run: RunDirectory) -> None:
 
 
 def find(run: RunDirectory) -> RunHandle[Any] | None:
-    """Returns a handle of the run in this directory, or None if there is none yet. Starts nothing.
-
-    Raises:
-        InvalidJobError: the store cannot be read, or the directory belongs to another user.
-    """
+    """Returns a handle of the run in this directory, or None if there is none yet. Raises InvalidJobError."""
     with storing(run):
         check_owner(run)
         job = run.newest()[1]
@@ -91,7 +88,8 @@ def assess(own: Submission, asked: Mapping[str, str], generation: str, caller: P
     if caller and delivered.receiver and not delivered.acknowledged and caller.has_accepted(delivered.receiver):
         delivered = replace(delivered, acknowledged=True)
         own.record_delivery(delivered)
-    comparison = compare(job.identity_parts, asked, automatic=(automatic := is_repeated(job, generation)))
+    automatic = is_repeated(job, generation)
+    comparison = compare(job.identity_parts, asked, automatic=automatic)
     decision = decide(
         status.state,
         same_training=comparison.same,
@@ -102,7 +100,7 @@ def assess(own: Submission, asked: Mapping[str, str], generation: str, caller: P
     if decision is Decision.DELIVER and status.result and not store.exists(own.result_path(status.result["uri"])):
         logger.warning("the result of run %s was deleted, so it resumes from its last checkpoint", own.run.directory)
         decision = Decision.RESUME
-    return Existing(own, status, decision, ending, comparison)
+    return Existing(own, status, decision, automatic, ending, comparison)
 
 
 def is_repeated(job: Job, generation: str) -> bool:
@@ -143,6 +141,34 @@ def await_end(own: Submission) -> None:
                     f"the run in {own.run.directory} was asked to stop and is still running after {bound:g} s"
                 )
             time.sleep(_pause(own))
+
+
+def ends(found: Existing, caller: PipelineTry | None) -> bool:
+    """Returns True once a run that is not followed has ended for good; False if it must be looked at again.
+
+    A living run of another training is ended for a pipeline step; for another caller, this raises InvalidJobError.
+    """
+    own, what = found.own, describe(found.comparison.differing)
+    directory = own.run.directory
+    if found.ending:
+        await_end(own)
+    elif found.status.final:
+        # Its folder may have been deleted. If the whole run was, no claim of the next number succeeds.
+        with contextlib.suppress(FileNotFoundError):
+            # Its driver may live although it seems dead. From here on it stops as soon as it looks.
+            return own.finish(found.status).state == found.status.state
+        return True
+    elif caller is None:
+        raise InvalidJobError(
+            f"run_id {own.job.run_id!r} is running another training (different: {what}): cancel it with "
+            f"RunHandle.attach({directory!r}).cancel(), or choose another run_id",
+            code="RZ-1009",
+        )
+    else:
+        RunHandle[Any](directory, job=own.job).cancel(reason="another training was submitted in its place")
+        await_end(own)
+        logger.warning("ended the run in %s: changed since: %s", directory, what)
+    return False
 
 
 def _pause(own: Submission) -> float:
