@@ -35,19 +35,12 @@ _CLOSED = tuple(getattr(token, name, -1) for name in ("FSTRING_END", "TSTRING_EN
 
 
 class Source(NamedTuple):
-    """The facts about code that decide what ships with it and what counts.
+    """The facts about code that decide what ships with it and what counts."""
 
-    Attributes:
-        digest: Checksum of a file's tokens.
-        imports: Absolute names that it imports anywhere; some may be no modules.
-        early: Those of them that are imported when the file is imported itself.
-        texts: Texts with a dot in it that may name something in a module, or begin such a name.
-    """
-
-    digest: str = ""
-    imports: frozenset[str] = frozenset()
-    early: frozenset[str] = frozenset()
-    texts: frozenset[str] = frozenset()
+    digest: str = ""  # Checksum of a file's tokens
+    imports: frozenset[str] = frozenset()  # Absolute names that it imports anywhere; some may be no modules
+    early: frozenset[str] = frozenset()  # Those of them that are imported when the file is imported itself
+    texts: frozenset[str] = frozenset()  # Texts with a dot that may name something in a module, or begin such a name
 
 
 NOTHING = Source()

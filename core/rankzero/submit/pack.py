@@ -46,28 +46,17 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(rb"\x8c(.)([A-Za-z_]\w*(?:[.:]\w*)+)([%{]?)", re.DOTALL)
 """A short text in a pickle, behind its length, that may name something in a module, or begin such a name."""
 
-_OF_THE_DRIVER = ("DataFrame", "SparkSession", "SparkContext", "RDD")
-
 
 @dataclass(frozen=True)
 class Payload:
-    """The function or script, arguments and modules that are sent to the workers.
+    """The function or script, arguments and modules that are sent to the workers."""
 
-    Attributes:
-        name: Display name of the function or script.
-        data: The pickle of function or script and arguments, made by `rankzero.values.pickled.pack`.
-        modules: The user modules that are shipped with it.
-        refs: The `ResultRef` objects among the arguments and in a trainer's configuration.
-        training: What `rankzero.submit.training.resolve` has made of the function or script.
-        arguments: The arguments with their names.
-    """
-
-    name: str
-    data: list[Part]
-    modules: Modules
-    refs: list[ResultRef]
-    training: Any
-    arguments: dict[str, Any]
+    name: str  # Display name of the function or script
+    data: list[Part]  # The pickle of function or script and arguments, made by `rankzero.values.pickled.pack`
+    modules: Modules  # The user modules that are shipped with it
+    refs: list[ResultRef]  # Those among the arguments and in a trainer's configuration
+    training: Any  # The result of `rankzero.submit.training.resolve`
+    arguments: dict[str, Any]  # By name
 
     def identity(
         self, world_size: NumProcesses, code_version: str | None = None, user_code: UserCode | None = None
@@ -110,16 +99,13 @@ def _compared(what: str, digest_of: Callable[[object], str], value: object) -> s
 def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_on: object = ()) -> Payload:
     """Builds the payload of a training.
 
-    Args:
-        train: As for `rankzero.submit.training.resolve`. The ``launch_config`` of a compatibility layer's trainer is a
-            dict that counts as an argument: `ResultRef` objects in it are opened, too.
-        args: Positional arguments. `ResultRef` objects in them, also nested, are opened in the workers.
-        kwargs: Keyword arguments; only a function accepts them.
-        restart_on: As for `Launcher`; a rank that fails loads it.
+    `ResultRef` objects in the arguments, also nested, are opened in the workers, and so are those in the
+    ``launch_config`` of a compatibility layer's trainer, a dict that counts as an argument. A rank that fails loads the
+    exceptions of ``restart_on``.
 
     Raises:
-        InvalidJobError: ``train`` cannot be run, the arguments do not fit its signature,
-            or an object cannot be pickled; the message names it.
+        InvalidJobError: ``train`` cannot be run, the arguments do not fit its signature, or an object cannot be
+            pickled.
     """
     refs: list[ResultRef] = []
     map_refs([list(args), dict(kwargs), getattr(train, "launch_config", None)], refs.append)
@@ -145,7 +131,6 @@ def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_
         parts["loaded"] = pickler.loaded
     arguments = bind(training, args, kwargs)
     try:
-        # A rank that fails loads the exceptions.
         restart = {"restart_on": other.dumps(restart_on)} if restart_on else {}
         pickled = pickler.dumps(restart | parts)
     except Exception as error:
@@ -160,10 +145,9 @@ def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_
 
 
 def pack_trackers(trackers: Sequence[Tracker], engine: Engine) -> dict[str, Any] | None:
-    """Packs the trackers' pickles and the search path for their modules as JSON for the driver; None without trackers.
+    """Packs trackers, and the search path for their modules, as JSON for the driver; None without trackers.
 
-    Raises:
-        InvalidJobError: a tracker cannot be pickled, or cannot work on this machine, where the driver will run.
+    Raises InvalidJobError if one cannot be pickled, or cannot work on this machine, where the driver will run.
     """
     pickles = []
     for tracker in trackers:
@@ -180,21 +164,14 @@ def pack_trackers(trackers: Sequence[Tracker], engine: Engine) -> dict[str, Any]
 
 
 class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles what ranks get, and collects what it needs of the user's modules.
-
-    Attributes:
-        modules: Names that ranks import; some may be no modules.
-        by_value: Names in the pickle that are those of modules whose code it has.
-        loaded: Modules below these packages that this process has loaded: code reaches them by any attribute, so ranks
-            import them, too.
-    """
+    """Pickles what ranks get, and collects what it needs of the user's modules."""
 
     def __init__(self, on_buffer: Callable[[pickle.PickleBuffer], bool] | None = None) -> None:
         self._stream = io.BytesIO()
         super().__init__(self._stream, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=on_buffer)
-        self.modules: set[str] = set()
-        self.by_value: set[object] = set()
-        self.loaded: list[str] = []
+        self.modules: set[str] = set()  # Names that ranks import; some may be no modules
+        self.by_value: set[object] = set()  # Names in the pickle that are those of modules whose code it has
+        self.loaded: list[str] = []  # Loaded modules below these, which code may reach by any attribute
 
     def dumps(self, obj: object) -> bytes:
         """Pickles an object and collects what it needs of the user's modules."""
@@ -210,11 +187,6 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         cls, module = type(obj), getattr(obj, "__module__", None)
         if isinstance(obj, types.ModuleType):
             return self._module(obj)
-        if cls.__module__.startswith("pyspark.") and cls.__name__ in _OF_THE_DRIVER:
-            raise pickle.PicklingError(
-                f"ranks have no Spark, and so no {cls.__name__}: give a DataFrame as Launcher(dataset=df), and "
-                "read it in the function with rankzero.train.get_dataset_shard()"
-            )
         if cls.__module__ == "accelerate.state":
             raise pickle.PicklingError(
                 f"it holds accelerate's {cls.__name__}, the world of this process, and every rank would train "

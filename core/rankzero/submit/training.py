@@ -28,24 +28,14 @@ _BITS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A script, a module or a command, which ranks run in place of a function.
+    """A script, a module or a command, which ranks run in place of a function."""
 
-    Attributes:
-        kind: ``"script"`` for a Python file, ``"module"`` as for ``python -m``, ``"command"`` as for torchrun's
-            ``--no-python``.
-        target: Absolute path of the script, name of the module, or the program.
-        line: The first words of the command line, of which the first is a command's program.
-        source: The text of a script.
-        needs: The names of the modules that a script or module needs.
-        first: The directory that is searched before `sys.path` for them.
-    """
-
-    kind: str
-    target: str
-    line: tuple[str, ...] = ()
-    source: bytes = b""
-    needs: Source = NOTHING
-    first: str | None = None
+    kind: str  # "script" for a Python file, "module" as for `python -m`, "command" as for torchrun's --no-python
+    target: str  # Absolute path of the script, name of the module, or the program
+    line: tuple[str, ...] = ()  # The first words of the command line, of which the first is a command's program
+    source: bytes = b""  # The text of a script
+    needs: Source = NOTHING  # The names of the modules that a script or module needs
+    first: str | None = None  # The directory that is searched before `sys.path` for them
 
     @property
     def name(self) -> str:
@@ -56,12 +46,8 @@ class Program:
 def resolve(train: object) -> Any:
     """Resolves ``train`` to a `Program`, or to the object that ranks call.
 
-    Args:
-        train: A callable, ``"path/to/script.py"``, a path object, ``"package.module:function"``,
-            ``"-m package.module"``, or a list of words, which are a command.
-
-    Raises:
-        InvalidJobError: there is no such script, module, function or program.
+    It is a callable, ``"path/to/script.py"``, a path object, ``"package.module:function"``, ``"-m package.module"``, or
+    a list of words, which are a command. Raises InvalidJobError if there is no such thing.
     """
     forget_places()
     if isinstance(train, (list, tuple)):
@@ -148,13 +134,8 @@ def params_of(
 ) -> dict[str, Any]:
     """Returns the arguments of a call by name, with defaults: plain values, and the names of the types of others.
 
-    A command line is one text, ``args``. Secrets are masked by their names, wherever else they occur, and in URLs.
-
-    Args:
-        training: The result of `resolve`.
-        args: Positional arguments, or the rest of the command line.
-        kwargs: Keyword arguments.
-        env: The ranks' variables, whose secrets are masked, too.
+    A command line is one text, ``args``. Secrets are masked by their names, also those of the ranks' variables, wherever
+    else they occur, and in URLs.
 
     Example:
         >>> def train(lr, *, model, token=""): ...
