@@ -25,11 +25,8 @@ from rankzero.values.formats import digest_of_file
 
 logger = logging.getLogger(__name__)
 
-LIMIT = 64 << 20
-"""Most bytes of user modules, and of a working directory, that are shipped with a job."""
-
-IGNORE_FILE = ".rankzeroignore"
-"""File in a working directory or a package with patterns of files that are not shipped, in the format of .gitignore."""
+LIMIT = 64 << 20  # Most bytes of user modules, and of a working directory, that are shipped with a job
+IGNORE_FILE = ".rankzeroignore"  # In a folder: patterns of files that are not shipped, in the format of .gitignore
 
 _SKIPPED = frozenset({"__pycache__", "node_modules"})
 
@@ -43,13 +40,10 @@ _SECRETS = re.compile(
 
 
 class Bundle:
-    """Files that are sent as one zip.
-
-    Attributes:
-        files: The paths by their names in the zip. The first one of a name counts, as on a search path.
-    """
+    """Files that are sent as one zip."""
 
     def __init__(self) -> None:
+        # The paths by their names in the zip. The first one of a name counts, as on a search path.
         self.files: dict[str, str] = {}
         self._missed: set[str] = set()
 
@@ -139,7 +133,7 @@ class Modules:
     """
 
     def __init__(self, needs: Source, first: str | None = None) -> None:
-        """Finds the files, first in a directory that is given. Raises InvalidJobError like `Bundle.zipped`."""
+        """Finds the files, first in a directory that is given."""
         self.counted: dict[str, str] = {}
         bundle, waiting, found, sources = Bundle(), [needs], set[str](), dict[str, Source]()
         while waiting:
@@ -185,14 +179,9 @@ class UserCode:
     def __init__(
         self, working_dir: str | os.PathLike[str] | None = None, py_files: Iterable[str | os.PathLike[str]] = ()
     ) -> None:
-        """Checks the paths, which may begin with ``~``.
+        """Checks the paths, which may begin with ``~``; raises InvalidJobError. Ranks start in a copy of the directory.
 
-        Args:
-            working_dir: A directory of this machine; ranks start in a copy of it. None ships no directory.
-            py_files: Files ``.py``, ``.zip``, ``.egg``, ``.whl`` and directories of packages.
-
-        Raises:
-            InvalidJobError: a path does not exist, or is of another kind.
+        Files are ``.py``, ``.zip``, ``.egg`` and ``.whl``, and directories of packages.
         """
         self._paths: dict[str, str] = {}
         if working_dir is not None:
@@ -210,11 +199,7 @@ class UserCode:
 
     @functools.cached_property
     def sent(self) -> tuple[str, bytes] | None:
-        """The checksum of the files and a zip of them; None if there is nothing to ship.
-
-        Raises:
-            InvalidJobError: the files are too large; the message names the largest.
-        """
+        """The checksum of the files and a zip of them; None if there is nothing to ship. Raises InvalidJobError."""
         bundle = Bundle()
         for name, path in self._paths.items():
             if os.path.isdir(path):

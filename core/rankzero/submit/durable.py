@@ -254,9 +254,7 @@ def _thread_driver(own: Submission, request: Request, stop_timeout: float) -> It
         thread.start()
         yield RunHandle(own.run.directory, thread, job=own.job)
     except BaseException as interrupt:
-        thread.driver.watch.interrupt(
-            f"the caller was interrupted by {type(interrupt).__name__}: {interrupt}".rstrip(": ")
-        )
+        driver.watch.interrupt(f"the caller was interrupted by {type(interrupt).__name__}: {interrupt}".rstrip(": "))
         raise
     else:
         if not (driver.recorder.status.final or driver.recorder.status.certain):

@@ -73,14 +73,11 @@ def find(run: RunDirectory) -> RunHandle[Any] | None:
     return RunHandle(run.directory, job=job) if job else None
 
 
-def assess(own: Submission, asked: Mapping[str, str], generation: str, caller: PipelineTry | None) -> Existing:
-    """Returns what submitting a training under this run id would mean now.
+def assess(own: Submission, asked: Mapping[str, str], caller: PipelineTry | None, *, automatic: bool) -> Existing:
+    """Returns what submitting a training under this run id would mean now. Raises RunNotFoundError.
 
     A driver on another host is polled until it shows a heartbeat or counts as dead. If the orchestrator of the caller,
     a pipeline step, has stored the result, the result is acknowledged.
-
-    Raises:
-        RunNotFoundError: the run was removed meanwhile.
     """
     job = own.job
     status, ending = _state(own)
@@ -88,7 +85,6 @@ def assess(own: Submission, asked: Mapping[str, str], generation: str, caller: P
     if caller and delivered.receiver and not delivered.acknowledged and caller.has_accepted(delivered.receiver):
         delivered = replace(delivered, acknowledged=True)
         own.record_delivery(delivered)
-    automatic = is_repeated(job, generation)
     comparison = compare(job.identity_parts, asked, automatic=automatic)
     decision = decide(
         status.state,
@@ -101,11 +97,6 @@ def assess(own: Submission, asked: Mapping[str, str], generation: str, caller: P
         logger.warning("the result of run %s was deleted, so it resumes from its last checkpoint", own.run.directory)
         decision = Decision.RESUME
     return Existing(own, status, decision, automatic, ending, comparison)
-
-
-def is_repeated(job: Job, generation: str) -> bool:
-    """Returns True if the orchestrator repeats the try that submitted a job by itself: of one chain of tries."""
-    return bool(generation) and generation == job.generation
 
 
 def _state(own: Submission) -> tuple[RunStatus, bool]:
@@ -125,7 +116,7 @@ def _state(own: Submission) -> tuple[RunStatus, bool]:
         time.sleep(_pause(own))
         status = handle.status()
         is_sure = status.heartbeat != seen
-    is_orphan = bool(job.owner and is_gone(job.owner))
+    is_orphan = job.owner is not None and is_gone(job.owner)
     return status, not status.final and (status.cancelling or is_orphan or bool(own.cancel_request()))
 
 
@@ -206,11 +197,7 @@ def check_writable(run: RunDirectory) -> None:
 
 
 def claim(own: Submission, files: Mapping[str, list[Part]]) -> bool:
-    """Writes the files of a submission and then claims its number; False if another process was faster.
-
-    Raises:
-        InvalidJobError: the store cannot be written.
-    """
+    """Writes the files of a submission and then claims its number; False if another process was faster."""
     with storing(own.run):
         try:
             own.write_files(files)

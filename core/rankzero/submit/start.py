@@ -3,9 +3,8 @@
 Code and arguments are packed first, since files may change meanwhile. Then it is decided what becomes of an existing
 run; rows of DataFrames are computed only if the training starts or resumes. A submitter writes the files of its
 submission into a folder that no other one has, then creates the job, which is the claim of its number: of two
-submitters one wins, and the other looks again. One that dies before that leaves garbage. After it and before the
-driver's first heartbeat, the run counts as one whose driver died as soon as a heartbeat is overdue or its owner has
-exited, and the next submission continues it.
+submitters one wins, and the other looks again. One that dies before that leaves garbage; behind it, the run counts as
+one whose driver died as soon as a heartbeat is overdue or its owner has exited.
 """
 
 from __future__ import annotations
@@ -160,15 +159,16 @@ class Submitter:
 
     def _assess(self, before: Submission) -> Existing:
         """Returns the existing run. Spark computes checksums of DataFrames only if they decide that it is followed."""
-        generation, parts = self._request.template.generation, before.job.identity_parts
-        known = {name: parts.get(DATASET + name, "") for name in self._request.sources}
+        generation, job = self._request.template.generation, before.job
+        # The orchestrator repeats by itself the try that submitted it.
+        automatic = bool(generation) and generation == job.generation
+        known = {name: job.identity_parts.get(DATASET + name, "") for name in self._request.sources}
 
         def assess(digests: dict[str, str]) -> Existing:
-            asked = self._asked(known | digests)
-            return existing.assess(before, asked, generation, self._request.caller)
+            return existing.assess(before, self._asked(known | digests), self._request.caller, automatic=automatic)
 
-        if existing.is_repeated(before.job, generation):
-            # The next try of a chain follows whatever differs, and perhaps the data cannot be read any more.
+        if automatic:
+            # It is followed whatever differs, and perhaps the data cannot be read any more.
             return assess({})
         found = assess(cheap := self._sources.digests(frames=False))
         return assess(self._sources.digests()) if found.is_followed and len(cheap) < len(known) else found

@@ -134,8 +134,8 @@ def params_of(
 ) -> dict[str, Any]:
     """Returns the arguments of a call by name, with defaults: plain values, and the names of the types of others.
 
-    A command line is one text, ``args``. Secrets are masked by their names, also those of the ranks' variables, wherever
-    else they occur, and in URLs.
+    A command line is one text, ``args``. Secrets are masked by their names, also those of the ranks' variables,
+    wherever else they occur, and in URLs.
 
     Example:
         >>> def train(lr, *, model, token=""): ...
