@@ -21,7 +21,7 @@ from tests.tries.identities import identity_of
 
 from rankzero import Launcher
 from rankzero.run.identity import compare
-from rankzero.submit.code_source import digest_of_source
+from rankzero.submit.code import digest_of_source
 from rankzero.submit.pack import build
 
 ORCHESTRATED = "if not __name__:\n    import airflow\n"

@@ -19,8 +19,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rankzero.errors import InvalidJobError
-from rankzero.submit.code_modules import ORCHESTRATORS, package_of, parents_of, spec_of, top_level_names
-from rankzero.submit.code_source import Source, source_of_file
+from rankzero.submit import code
 from rankzero.values.formats import digest_of_file
 
 logger = logging.getLogger(__name__)
@@ -132,14 +131,14 @@ class Modules:
         zipped: The zip of the files; None if there are none.
     """
 
-    def __init__(self, needs: Source, first: str | None = None) -> None:
+    def __init__(self, needs: code.Source, first: str | None = None) -> None:
         """Finds the files, first in a directory that is given."""
         self.counted: dict[str, str] = {}
-        bundle, waiting, found, sources = Bundle(), [needs], set[str](), dict[str, Source]()
+        bundle, waiting, found, sources = Bundle(), [needs], set[str](), dict[str, code.Source]()
         while waiting:
             for root in sorted(_roots(waiting.pop(), first) - found):
                 found.add(root)
-                before, spec = len(bundle.files), spec_of(root, first)
+                before, spec = len(bundle.files), code.spec_of(root, first)
                 for base in (spec and spec.submodule_search_locations) or ():
                     bundle.add_folder(base, root, is_package=spec.origin is not None)
                 if spec and not spec.submodule_search_locations:
@@ -150,26 +149,26 @@ class Modules:
                 for name in sorted({*files}.difference(data)):
                     path, module = bundle.files[name], name[:-3].removesuffix(os.sep + "__init__")
                     module = module.replace(os.sep, ".")
-                    sources[module] = source = source_of_file(path, package_of(module, path))
+                    sources[module] = source = code.source_of_file(path, code.package_of(module, path))
                     waiting.append(source)
         # Ranks get the functions of a pipeline's file by value, so it counts only if another source imports it.
         if aside := {
             module
             for module, source in sources.items()
-            if ORCHESTRATORS & {name.partition(".")[0] for name in source.early}
+            if code.ORCHESTRATORS & {name.partition(".")[0] for name in source.early}
         }:
             users = [needs, *(source for module, source in sources.items() if module not in aside)]
-            aside -= {part for user in users for name in user.imports | user.texts for part in parents_of(name)}
+            aside -= {part for user in users for name in user.imports | user.texts for part in code.parents_of(name)}
         self.counted |= {module: source.digest for module, source in sources.items() if module not in aside}
         names = ", ".join(sorted({name.partition(os.sep)[0] for name in bundle.files}))
         self.zipped = bundle.zipped(f"the user modules {names}") if names else None
 
 
-def _roots(source: Source, first: str | None) -> set[str]:
+def _roots(source: code.Source, first: str | None) -> set[str]:
     """Returns the top-level names that code imports, and those that a text in it begins with."""
-    named = {text.partition(".")[0] for text in source.texts} & top_level_names(first)
+    named = {text.partition(".")[0] for text in source.texts} & code.top_level_names(first)
     # Any folder has the name of a module without a file.
-    named = {root for root in named if (spec := spec_of(root, first)) and spec.origin}
+    named = {root for root in named if (spec := code.spec_of(root, first)) and spec.origin}
     return named | {name.partition(".")[0] for name in source.imports}
 
 

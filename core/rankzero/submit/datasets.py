@@ -42,21 +42,12 @@ _PATH = re.compile(r"([A-Za-z][\w+.-]*:/|~|\.{0,2}/(?!\*)).*|\S*(/\S*|\.parquet)
 """A URL, a path from the root, the home or the working directory, or a text without spaces that has a slash or ends in
 ``.parquet``. A comment of SQL begins with a slash, too."""
 
-READERS = 16
-"""Files that are read in parallel."""
-
-_DELTA_LOG = "_delta_log"
+_READERS = 16  # Files that are read in parallel
 _BY_SPARK = 'Have Spark read it: dataset="SELECT * FROM delta.`%s`"'
-_SAMPLED_ROWS = 16
-_PAGES = 64 << 10
 
 
 def check(given: object) -> dict[str, Any]:
-    """Returns the given datasets by name, texts without whitespace around them.
-
-    Raises:
-        InvalidJobError: a value is no dataset.
-    """
+    """Returns the given datasets by name, texts without whitespace around them. Raises InvalidJobError."""
     if given is None:
         return {}
     every = given if isinstance(given, Mapping) else {DEFAULT: given}
@@ -178,7 +169,7 @@ def manifest_of_path(location: str, name: str) -> Manifest:
     location = location.rstrip("/") if store.is_url(location) else store.normalize(location)
     where = f"the dataset {name!r}"
     try:
-        if store.exists(store.join(location, _DELTA_LOG)):
+        if store.exists(store.join(location, "_delta_log")):
             data, digest = _delta(location)
         else:
             data, digest = _directory(location, where), None
@@ -256,7 +247,7 @@ def _manifest(data: Any, location: str, digest: str | None, where: str) -> Manif
         content = "" if digest else tags.get(short) or digest_of(place)
         return File(place, rows, partition, stamp, content), size, f"{short} {content}", fragment.physical_schema
 
-    with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
+    with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
         described = list(pool.map(describe, fragments))
     files, sizes, facts, schemas = zip(*described, strict=True) if described else ((), (), (), ())
     # The larger of encoded and decoded size: a dictionary encodes a long text in a byte, a repeated value in none.
@@ -280,7 +271,8 @@ def _decoded_row(fragments: list[Any]) -> float:
     for fragment in fragments:
         if fragment.metadata.num_rows:
             with fragment.open() as source:
-                batch = next(pq.ParquetFile(source, buffer_size=_PAGES, pre_buffer=False).iter_batches(_SAMPLED_ROWS))
+                # Not all of a row group.
+                batch = next(pq.ParquetFile(source, buffer_size=64 << 10, pre_buffer=False).iter_batches(16))
             # A dictionary counts once for any number of rows, so columns are decoded first.
             columns = (each.dictionary_decode() if hasattr(each, "dictionary") else each for each in batch.columns)
             return float(sum(column.nbytes for column in columns) / batch.num_rows)

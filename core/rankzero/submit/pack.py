@@ -13,12 +13,14 @@ import hashlib
 import importlib
 import io
 import logging
+import marshal
 import os
 import pickle
 import re
 import secrets
 import sys
 import types
+import typing
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,13 +33,12 @@ from rankzero.errors import InvalidJobError
 from rankzero.kinds import NumProcesses
 from rankzero.run import identity
 from rankzero.run.identity import DIGITS
-from rankzero.submit import code_modules
+from rankzero.submit import code
 from rankzero.submit.code_files import Modules, UserCode
-from rankzero.submit.code_source import NOTHING, Source, digest_of_source, source_of_code
-from rankzero.submit.pack_content import Contents
 from rankzero.submit.training import Program, bind, check_callable, name_of, resolve
 from rankzero.tracking.tracker import Tracker
 from rankzero.values import tensors
+from rankzero.values.formats import digest_of
 from rankzero.values.pickled import Part, beside, pack
 from rankzero.values.ref import ResultRef, map_refs
 
@@ -74,7 +75,7 @@ class Payload:
         if isinstance(train, Program):
             # Where a script lies does not count.
             facts = (train.kind, train.target, train.line)
-            own = digest_of_source(train.source) if train.kind == "script" else digest_of(facts)
+            own = code.digest_of_source(train.source) if train.kind == "script" else digest_of(facts)
             parts[identity.TRAIN] = own[:DIGITS]
         else:
             parts[identity.TRAIN] = _compared("the function", digest_of, train)
@@ -125,7 +126,7 @@ def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_
         parts |= {"path": training.target, "source": training.source} if is_script else {"name": training.target}
     else:
         check_callable(training, args, kwargs)
-        name, needs, first = name_of(training), NOTHING, None
+        name, needs, first = name_of(training), code.NOTHING, None
         parts = {"kind": "function", "name": name, "function": training, "args": args, "kwargs": kwargs}
         # Pickled last, when it is complete.
         parts["loaded"] = pickler.loaded
@@ -140,7 +141,7 @@ def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_
     found = [text for length, text, mark in _NAME.findall(pickled) if mark or length[0] == len(text)]
     texts = {text.decode().replace(":", ".") for text in found}
     imports = needs.imports | pickler.modules | other.modules
-    needs = Source(imports=imports, texts=needs.texts | (texts - pickler.by_value))
+    needs = code.Source(imports=imports, texts=needs.texts | (texts - pickler.by_value))
     return Payload(name, pack(pickled, buffers), Modules(needs, first), refs, training, arguments)
 
 
@@ -175,7 +176,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def dumps(self, obj: object) -> bytes:
         """Pickles an object and collects what it needs of the user's modules."""
-        code_modules.forget_places()
+        code.forget_places()
         self.dump(obj)
         return self._stream.getvalue()
 
@@ -192,14 +193,14 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
                 f"it holds accelerate's {cls.__name__}, the world of this process, and every rank would train "
                 "alone in it: make TrainingArguments or Accelerator inside of the training function"
             )
-        is_by_name = not isinstance(obj, (type, types.FunctionType)) or code_modules.is_sent_by_name(obj)
-        is_shipped = isinstance(module, str) and code_modules.travels(module)
-        function = obj.launch_function if code_modules.is_distributed(obj) else obj
+        is_by_name = not isinstance(obj, (type, types.FunctionType)) or code.is_sent_by_name(obj)
+        is_shipped = isinstance(module, str) and code.travels(module)
+        function = obj.launch_function if code.is_distributed(obj) else obj
         if isinstance(function, types.FunctionType) and (is_shipped or not is_by_name):
             self._note_imports(function)
-        if (reduced := code_modules.reduce_wrapper(obj)) is not None:
+        if (reduced := code.reduce_wrapper(obj)) is not None:
             return reduced
-        if code_modules.is_importable(obj):
+        if code.is_importable(obj):
             self.modules.add(str(module))
         if is_by_name:
             return super().reducer_override(obj)
@@ -213,10 +214,10 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _module(self, module: types.ModuleType) -> Any:
         name = module.__name__
-        if code_modules.travels(name):
+        if code.travels(name):
             self._note({name})
             return importlib.import_module, (name,)
-        if code_modules.is_sent_by_value(name):
+        if code.is_sent_by_value(name):
             self.by_value |= {name, module.__package__}
             return dynamic_subimport, (name, {key: each for key, each in vars(module).items() if key != "__builtins__"})
         return NotImplemented
@@ -224,12 +225,121 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _note_imports(self, function: types.FunctionType) -> None:
         used = [function.__globals__.get(name) for name in _extract_code_globals(function.__code__)]
         modules = {each.__name__ for each in used if isinstance(each, types.ModuleType)}
-        source = source_of_code(function.__code__, function.__globals__.get("__package__"))
-        self._note(source.imports.union(filter(code_modules.travels, modules)))
+        source = code.source_of_code(function.__code__, function.__globals__.get("__package__"))
+        self._note(source.imports.union(filter(code.travels, modules)))
 
     def _note(self, names: Iterable[str]) -> None:
         """Notes names that code imports, and the modules below those that this process has loaded."""
-        for package in filter(code_modules.travels, names):
+        for package in filter(code.travels, names):
             found = {name for name in list(sys.modules) if name.startswith(f"{package}.")}.difference(self.loaded)
-            self.loaded += sorted(filter(code_modules.travels, found))
+            self.loaded += sorted(filter(code.travels, found))
         self.modules.update(names)
+
+
+# -- checksums of content --------------------------------------------------------------------------
+
+
+class Contents:
+    """Computes checksums of values, and of code that is sent by value, by content and equal in every process.
+
+    A pickle differs between processes: sets have another order, classes of a script have random names. Here a value is
+    a label and its parts, whose checksums make its own. Most objects have the parts that their pickle has.
+    """
+
+    def __init__(self) -> None:
+        # Checksums of objects by their id. The objects are kept, so that no other one gets their id.
+        self._known: dict[int, tuple[bytes, object]] = {}
+        # Depth of each value that is being visited, by its id: one may refer to itself.
+        self._open: dict[int, int] = {}
+
+    def digest_of(self, value: object) -> str:
+        """Returns the checksum of a value. Raises what its pickling raises."""
+        return hashlib.sha256(self._visit(value)).hexdigest()
+
+    def _visit(self, value: object) -> bytes:
+        """Returns the checksum of a value. That of objects in a set which refer to each other depends on their order."""
+        if (plain := _plain(value)) is not None:
+            return plain
+        if found := self._known.get(id(value)):
+            return found[0]
+        if id(value) in self._open:
+            return b"loop %d" % (len(self._open) - self._open[id(value)])
+        self._open[id(value)] = len(self._open)
+        try:
+            label, parts = self._parts(value)
+            done = list(map(self._visit, parts))
+        finally:
+            del self._open[id(value)]
+        if label in _UNORDERED:
+            done.sort()
+        digest = hashlib.sha256(marshal.dumps([repr(label), *done], 2)).digest()
+        self._known[id(value)] = digest, value
+        return digest
+
+    def _parts(self, value: Any) -> tuple[object, Iterable[Any]]:
+        """Returns the label of a value, and its parts."""
+        cls = type(value)
+        if cls is ResultRef:
+            return ("result", value.format, value.digest), ()
+        if cls in (list, tuple, set, frozenset, dict):
+            return cls, value.items() if cls is dict else value
+        if isinstance(value, (set, frozenset)):
+            return "set", [cls, frozenset(value), getattr(value, "__dict__", {})]
+        if isinstance(value, typing.TypeVar):
+            return "TypeVar", [value.__name__, value.__bound__, value.__constraints__]
+        if isinstance(value, pickle.PickleBuffer):
+            return digest_of([value.raw()]), ()
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if isinstance(value, type):
+            return self._class(value)
+        if isinstance(value, types.ModuleType):
+            is_sent = code.is_sent_by_value(value.__name__)
+            sent = {name: each for name, each in vars(value).items() if is_sent and name[:2] != "__"}
+            return ("module", "" if is_sent else value.__name__), [sent]
+        reduced = tensors.reduce(value) or code.reduce_wrapper(value)
+        if reduced is None:
+            reducer = cloudpickle.Pickler.dispatch_table.get(cls)
+            reduced = reducer(value) if reducer else value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if isinstance(reduced, str):
+            return ("global", str(getattr(value, "__module__", "")), reduced), [cls]
+        # Items come as iterators.
+        return "object", [cls, *(list(part) if hasattr(part, "__next__") else part for part in reduced)]
+
+    def _function(self, function: types.FunctionType) -> tuple[object, Iterable[Any]]:
+        if code.is_sent_by_name(function):
+            return ("name", function.__module__, function.__qualname__), ()
+        names = function.__globals__.keys() & {*_extract_code_globals(function.__code__)}
+        used = {name: function.__globals__[name] for name in sorted(names)}
+        values = [function.__defaults__, function.__kwdefaults__, vars(function), function.__closure__]
+        return ("function", function.__qualname__, code.digest_of_code(function.__code__)), [used, *values]
+
+    def _class(self, cls: type) -> tuple[object, Iterable[Any]]:
+        if code.is_sent_by_name(cls):
+            return ("name", cls.__module__, cls.__qualname__), ()
+        own = [name for name in sorted(vars(cls)) if name == "__pydantic_fields__" or not name.startswith(_DERIVED)]
+        members = {name: vars(cls)[name] for name in own}
+        return ("class", cls.__qualname__), [type(cls), cls.__bases__, members]
+
+
+_UNORDERED = (dict, set, frozenset)
+
+_DERIVED = (
+    *("__dict__", "__weakref__", "__module__", "__doc__", "__annot", "__static_attributes__", "__firstlineno__"),
+    *("__slotnames__", "__signature__", "__pydantic_", "__private_attributes__", "_abc_", "_backward_cls"),
+)
+"""Beginnings of the names of members that do not count, or that are made of others, with addresses of this process."""
+
+_PLAIN = frozenset({int, float, str, bool, bytes, type(None)})
+
+
+def _plain(value: Any) -> bytes | None:
+    """Returns the bytes of a plain value, or of a list of those; None for any other value.
+
+    Item by item a million numbers take seconds; this takes 30 ms. Version 2 of marshal writes no references.
+    """
+    cls = type(value)
+    if cls not in _PLAIN and not (cls in (list, tuple) and set(map(type, value)) <= _PLAIN):
+        return None
+    data = marshal.dumps(value, 2)
+    return data if len(data) < 64 else hashlib.sha256(data).digest()

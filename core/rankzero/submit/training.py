@@ -13,8 +13,7 @@ from typing import Any
 
 from rankzero.errors import InvalidJobError
 from rankzero.masking import MASK, Mask, hides, secrets_of, without_credentials
-from rankzero.submit.code_modules import forget_places, is_distributed, is_importable, named_like, spec_of
-from rankzero.submit.code_source import NOTHING, Source, source_of_file, to_code
+from rankzero.submit import code
 
 MODULE = "-m "
 """Prefix of a ``train`` that names a module to run, as for ``python`` and ``torchrun``."""
@@ -34,7 +33,7 @@ class Program:
     target: str  # Absolute path of the script, name of the module, or the program
     line: tuple[str, ...] = ()  # The first words of the command line, of which the first is a command's program
     source: bytes = b""  # The text of a script
-    needs: Source = NOTHING  # The names of the modules that a script or module needs
+    needs: code.Source = code.NOTHING  # The names of the modules that a script or module needs
     first: str | None = None  # The directory that is searched before `sys.path` for them
 
     @property
@@ -49,7 +48,7 @@ def resolve(train: object) -> Any:
     It is a callable, ``"path/to/script.py"``, a path object, ``"package.module:function"``, ``"-m package.module"``, or
     a list of words, which are a command. Raises InvalidJobError if there is no such thing.
     """
-    forget_places()
+    code.forget_places()
     if isinstance(train, (list, tuple)):
         if not train or not all(isinstance(word, (str, os.PathLike)) for word in train):
             raise InvalidJobError(f"train is {train!r}; a command is a list of strings, such as ['bash', 'train.sh']")
@@ -60,10 +59,10 @@ def resolve(train: object) -> Any:
         if not all(part.isidentifier() for part in name.split(".")):
             raise InvalidJobError(f"train={train!r} names no module: write '-m package.module', its arguments apart")
         root = name.partition(".")[0]
-        if not (spec_of(root, here) or importlib.util.find_spec(root)):
+        if not (code.spec_of(root, here) or importlib.util.find_spec(root)):
             raise InvalidJobError(f"train={train!r}: there is no module {root!r} in the working directory or sys.path")
         # A package is run by its module `__main__`.
-        return Program("module", name, needs=Source(imports=frozenset({name, f"{name}.__main__"})), first=here)
+        return Program("module", name, needs=code.Source(imports=frozenset({name, f"{name}.__main__"})), first=here)
     is_reference = isinstance(train, str) and ":" in train and os.sep not in train and not train.endswith(".py")
     if isinstance(train, (str, os.PathLike)) and not is_reference:
         path = os.path.abspath(os.path.expanduser(os.fspath(train)))
@@ -72,17 +71,17 @@ def resolve(train: object) -> Any:
         with open(path, "rb") as file:
             source = file.read()
         try:
-            to_code(source, path)
+            code.to_code(source, path)
         except (SyntaxError, ValueError) as error:
             raise InvalidJobError(f"train={path!r} is not Python: {error}") from None
-        return Program("script", path, (), source, source_of_file(path), os.path.dirname(path))
+        return Program("script", path, (), source, code.source_of_file(path), os.path.dirname(path))
     found: Any = _function(train) if isinstance(train, str) else train
-    named: Any = named_like(found, found.__module__) if is_distributed(found) else None
-    if is_distributed(named) and named.launch_function is found.launch_function:
+    named: Any = code.named_like(found, found.__module__) if code.is_distributed(found) else None
+    if code.is_distributed(named) and named.launch_function is found.launch_function:
         # Of `train.options(...)`, ranks import `train`.
         found = named
     # In ranks, what `rankzero.distributed` has made of a function is the plain function.
-    return found.launch_function if is_distributed(found) and not is_importable(found) else found
+    return found.launch_function if code.is_distributed(found) and not code.is_importable(found) else found
 
 
 def _function(reference: str) -> object:
