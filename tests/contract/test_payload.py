@@ -40,7 +40,7 @@ def test_a_script_must_be_python(tmp_path: Path) -> None:
 
 def test_module_references_are_resolved_and_checked() -> None:
     assert pack.build("json:dumps", ({},), {}).name == "dumps"
-    assert "has no function 'nothing'" in refused("json:nothing")
+    assert "has no attribute 'nothing'" in refused("json:nothing")
     assert "cannot be imported" in refused("no_such_module:train")
 
 

@@ -37,11 +37,7 @@ OWNER_LEASE = bounds.stretched(20.0)  # For which a driver on the cluster outliv
 
 
 def submit(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunHandle[Any]:
-    """Starts a run that outlives this process, or attaches to the run that is there.
-
-    Raises:
-        InvalidJobError: the job was rejected before anything started, as in a rank: all its processes end with it.
-    """
+    """Starts a run that outlives this process, or attaches to the run that is there. Raises like `opened`."""
     if "RANKZERO_SCRATCH" in os.environ and not request.engine.drives_elsewhere:
         raise InvalidJobError(
             "submit() was called in a rank, and the run would end with it: call run(), choose SparkSubmitEngine, whose "
@@ -137,8 +133,7 @@ def open_durable(
 class DriverProcess(subprocess.Popen[bytes]):
     """A driver process on this machine."""
 
-    output: IO[bytes]
-    """The file without a name to which the driver prints if the run is on an object store."""
+    output: IO[bytes]  # Without a name; the driver prints to it if the run is on an object store
 
     def last_output(self) -> bytes:
         """Returns the end of what the driver has printed."""
@@ -236,8 +231,7 @@ def _process_driver(own: Submission, request: Request, stop_timeout: float) -> I
 def _thread_driver(own: Submission, request: Request, stop_timeout: float) -> Iterator[RunHandle[Any]]:
     """Starts a driver in a thread of this process, which ends its run with the block.
 
-    Raises:
-        EngineError: another submitter has the directory by now: it counted this process, which was stopped, as dead.
+    Raises EngineError if another submitter has the directory by now: it counted this process as dead.
     """
     # Imported here, because a process that only submits does not drive.
     from rankzero.driver.driver import Driver, DriverThread

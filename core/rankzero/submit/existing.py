@@ -178,10 +178,7 @@ def storing(run: RunDirectory) -> Iterator[None]:
     except InvalidJobError:
         raise
     except RunNotFoundError as error:
-        raise InvalidJobError(
-            f"a run is in {run.directory} and cannot be read ({error}): it may be running or hold a result, so it is "
-            "not replaced: remove its directory, or choose another run_id"
-        ) from error
+        raise InvalidJobError(f"the run in {run.directory} cannot be read, so it is not replaced: {error}") from error
     except (OSError, ImportError, ValueError) as error:
         raise InvalidJobError(f"the store cannot be used: {run.directory}: {error}", code="RZ-1008") from error
 
@@ -189,10 +186,8 @@ def storing(run: RunDirectory) -> Iterator[None]:
 def check_writable(run: RunDirectory) -> None:
     """Writes into the store, which may raise. Raises InvalidJobError if the directory holds files of others."""
     if store.exists(run.directory) and not run.names() and (found := run.strangers()):
-        raise InvalidJobError(
-            f"{run.directory} holds files of others ({', '.join(sorted(found)[:5])}), so it cannot "
-            "become a run directory: choose another run_id or another store"
-        )
+        some = ", ".join(sorted(found)[:5])
+        raise InvalidJobError(f"{run.directory} holds files of others ({some}): choose another run_id or store")
     store.prove(os.path.dirname(run.directory))
 
 

@@ -87,13 +87,9 @@ def _compared(what: str, digest_of: Callable[[object], str], value: object) -> s
     try:
         return digest_of(value)[:DIGITS]
     except Exception as error:
-        logger.warning(
-            "%s cannot be compared with that of another try, and counts as unchanged if an orchestrator tries again by "
-            "itself, else as changed: %s: %s",
-            what,
-            type(error).__name__,
-            (str(error).splitlines() or [""])[0],
-        )
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        text = "%s cannot be compared: it counts as changed, except if an orchestrator tries again by itself: %s"
+        logger.warning(text, what, why)
         return identity.RESISTS + secrets.token_hex(DIGITS // 2)
 
 
@@ -257,7 +253,7 @@ class Contents:
         return hashlib.sha256(self._visit(value)).hexdigest()
 
     def _visit(self, value: object) -> bytes:
-        """Returns the checksum of a value. That of objects in a set which refer to each other depends on their order."""
+        """Returns the checksum of a value; that of a set whose objects refer to each other depends on their order."""
         if (plain := _plain(value)) is not None:
             return plain
         if found := self._known.get(id(value)):

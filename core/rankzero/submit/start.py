@@ -40,8 +40,7 @@ from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
 
-_RECORD_TIMEOUT = 4.0
-"""Seconds in which a caller that was interrupted before its driver has begun records this in the store."""
+_RECORD_TIMEOUT = 4.0  # Seconds in which a caller that was interrupted before its driver has begun records this
 
 
 @dataclass(frozen=True)
@@ -73,20 +72,12 @@ class Request:
 
 
 class Submitter:
-    """Makes the submission of a request, or finds the run to follow. Starts no process.
-
-    Attributes:
-        own: The submission that is made, whose driver the caller must start; set before it is claimed.
-        run: The run directory.
-    """
+    """Makes the submission of a request, or finds the run to follow. Starts no process."""
 
     def __init__(
         self, request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, detached: bool
     ) -> None:
-        """Checks the whole request and packs code and arguments; ``detached`` if the driver is in another process.
-
-        Raises InvalidJobError if the request is rejected.
-        """
+        """Checks the whole request and packs code and arguments; ``detached`` if the driver is in another process."""
         # In a child that multiprocessing is spawning; it rejects new processes itself by this attribute.
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             raise InvalidJobError(
@@ -99,6 +90,7 @@ class Submitter:
                 "a run that outlives this process cannot use this process's SparkSession: "
                 "give SparkEngine(master=...) or SparkConnectEngine(url) to submit(), or use run()"
             )
+        # The submission that is made, whose driver the caller must start; set before it is claimed.
         self.own: Submission | None = None
         self._request = request
         self._payload = payload = pack.build(train, args, kwargs, request.restart_on)

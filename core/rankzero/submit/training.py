@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import importlib.util
 import inspect
 import itertools
 import os
+import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,14 +15,9 @@ from rankzero.errors import InvalidJobError
 from rankzero.masking import MASK, Mask, hides, secrets_of, without_credentials
 from rankzero.submit import code
 
-MODULE = "-m "
-"""Prefix of a ``train`` that names a module to run, as for ``python`` and ``torchrun``."""
-
-MAX_TEXT = 500
-"""Characters to which a value is cut that is shown."""
-
-_BITS = 1024
-"""Most bits of an integer that is shown: more digits than Python writes would fail the submission."""
+MODULE = "-m "  # Prefix of a `train` that names a module to run, as for `python` and `torchrun`
+MAX_TEXT = 500  # Characters to which a value is cut that is shown
+_BITS = 1024  # Most bits of an integer that is shown: more digits than Python writes would fail the submission
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,18 +80,11 @@ def resolve(train: object) -> Any:
 
 
 def _function(reference: str) -> object:
-    module_name, _, attribute = reference.partition(":")
     try:
-        found: object = importlib.import_module(module_name)
+        return pkgutil.resolve_name(reference)
     except Exception as error:
-        raise InvalidJobError(
-            f"train={reference!r}: module {module_name!r} cannot be imported: {error}", code="RZ-1006"
-        ) from error
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise InvalidJobError(f"train={reference!r}: module {module_name!r} has no function {attribute!r}")
-        found = getattr(found, part)
-    return found
+        what = f"train={reference!r} cannot be imported: {type(error).__name__}: {error}"
+        raise InvalidJobError(what, code="RZ-1006") from error
 
 
 def check_callable(function: object, args: tuple[Any, ...], kwargs: dict[str, Any], *, are_all: bool = True) -> None:
