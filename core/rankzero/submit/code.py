@@ -130,9 +130,6 @@ def package_of(name: str, path: str) -> str:
     return name if os.path.basename(path) == "__init__.py" else name.rpartition(".")[0]
 
 
-# -- by value or by name -----------------------------------------------------------------------
-
-
 def is_sent_by_value(module: str) -> bool:
     """Returns True for a loaded module of the user, or one below such a module, that does not travel as files."""
     files = (getattr(sys.modules.get(part), "__file__", None) for part in parents_of(module))
@@ -153,8 +150,7 @@ def is_sent_by_name(value: Any) -> bool:
     return named_like(value, module) is value and not is_sent_by_value(module)
 
 
-_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8
-"""``Py_TPFLAGS_HEAPTYPE`` and ``Py_TPFLAGS_IMMUTABLETYPE`` of CPython."""
+_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE and Py_TPFLAGS_IMMUTABLETYPE of CPython
 
 
 def is_distributed(value: Any) -> bool:
@@ -214,9 +210,6 @@ class Source(NamedTuple):
     texts: frozenset[str] = frozenset()  # Texts with a dot that may name something in a module, or begin such a name
 
 
-NOTHING = Source()
-
-
 def source_of_file(path: str, package: str = "") -> Source:
     """Returns the facts about a file, whose relative imports begin at a package. Raises OSError."""
     return _of_file(path, store.fingerprint(path), package)
@@ -230,7 +223,7 @@ def _of_file(path: str, _fingerprint: str, package: str) -> Source:
         # Not kept beside the facts.
         found = source_of_code.__wrapped__(to_code(source, path, optimize=0), package)
     except (SyntaxError, ValueError):
-        found = NOTHING
+        found = Source()
     return found._replace(digest=digest_of_source(source))
 
 
@@ -297,10 +290,7 @@ def _nested(code: types.CodeType, is_run: bool = True) -> Iterator[tuple[types.C
 
 
 def _imported(code: types.CodeType, package: str | None, is_run: bool) -> Iterator[tuple[str, bool]]:
-    """Yields the names that a code imports: also ``module.name`` of ``from module import name``, which may be a module.
-
-    The second value is False for an import that does not run when the file is imported.
-    """
+    """Yields the names that a code imports, also ``module.name`` of ``from module import name``, and ``is_run``."""
     if _IMPORT_NAME not in code.co_code[::2]:
         # Instructions take long to list.
         return

@@ -4,8 +4,8 @@ A DataFrame is computed and written to the run's directory before the run is sub
 table or a query for which the caller's process has no SparkSession is left to the driver, which opens one.
 
 A training reads one snapshot: a resumed run finds the same rows. The identity of a DataFrame is its content, that of a
-path its files' content, that of a table or query its text. The checksum of a file is that of its bytes, which are read
-once, or its tag on an object store: sizes and extremes in a Parquet footer are the same for values in another order.
+path its files' bytes or tags, since Parquet footers are the same for values in another order, and that of a table or
+query its text.
 """
 
 from __future__ import annotations
@@ -113,9 +113,12 @@ class Sources:
     def _digest(self, source: Any) -> str:
         if isinstance(source, Manifest):
             return source.digest
-        # The driver computes the rows of a query. Its text counts for one chain of tries: a user's clear reads the rows
-        # again.
-        return _content_of(source) if is_frame(source) else f"{source} {self._generation}".strip()
+        if is_frame(source):
+            from rankzero.engines.spark.materialize import content_of
+
+            return content_of(source)
+        # The driver computes the rows. The text counts for one chain of tries: a user's clear reads the rows again.
+        return f"{source} {self._generation}".strip()
 
     def collect(
         self, own: Submission, before: Submission | None
@@ -137,14 +140,8 @@ class Sources:
         return manifests, queries, {name: self._digest(source) for name, source in found.items()}
 
 
-def _content_of(frame: Any) -> str:
-    from rankzero.engines.spark.materialize import content_of
-
-    return content_of(frame)
-
-
 def _of_frame(frame: Any, name: str, own: Submission, before: Submission | None) -> Manifest:
-    from rankzero.engines.spark.materialize import materialize
+    from rankzero.engines.spark.materialize import content_of, materialize
 
     known: Manifest | None = None
     with storing(own.run):
@@ -152,7 +149,7 @@ def _of_frame(frame: Any, name: str, own: Submission, before: Submission | None)
         with contextlib.suppress(FileNotFoundError):
             known = from_bytes(store.read_bytes(before.path(FILE))).get(name) if before else None
     if known and known.folder and store.exists(known.files[0].location):
-        if _content_of(frame) == known.digest:
+        if content_of(frame) == known.digest:
             return known
         logger.info("dataset %r has other rows than in the submission of %s before", name, own.run.directory)
     return materialize(frame, own.new_dataset(name), name, lambda text: logger.info("%s", text))

@@ -74,7 +74,10 @@ def opened(
             handle = start(own, request)
             handle.attached = False
         elif own:
-            with located(own.run.directory), driving(own, request) as handle:
+            is_apart = engine.drives_elsewhere or engine.prefers_own_process
+            drive = _process_driver if is_apart else _thread_driver
+            stop_timeout = request.template.stop_grace + CANCEL_TIMEOUT()
+            with located(own.run.directory), drive(own, request, stop_timeout) as handle:
                 handle.attached = False
                 yield handle
                 if request.trackers:
@@ -194,13 +197,6 @@ def start_driver(own: Submission, private: dict[str, Any]) -> DriverProcess:
     else:
         output.close()
     return driver
-
-
-def driving(own: Submission, request: Request) -> contextlib.AbstractContextManager[RunHandle[Any]]:
-    """Returns a context manager that starts the driver of a run, which ends with the block."""
-    is_apart = request.engine.drives_elsewhere or request.engine.prefers_own_process
-    drive = _process_driver if is_apart else _thread_driver
-    return drive(own, request, request.template.stop_grace + CANCEL_TIMEOUT())
 
 
 @contextlib.contextmanager

@@ -122,7 +122,7 @@ def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_
         parts |= {"path": training.target, "source": training.source} if is_script else {"name": training.target}
     else:
         check_callable(training, args, kwargs)
-        name, needs, first = name_of(training), code.NOTHING, None
+        name, needs, first = name_of(training), code.Source(), None
         parts = {"kind": "function", "name": name, "function": training, "args": args, "kwargs": kwargs}
         # Pickled last, when it is complete.
         parts["loaded"] = pickler.loaded
@@ -232,9 +232,6 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.modules.update(names)
 
 
-# -- checksums of content --------------------------------------------------------------------------
-
-
 class Contents:
     """Computes checksums of values, and of code that is sent by value, by content and equal in every process.
 
@@ -266,7 +263,7 @@ class Contents:
             done = list(map(self._visit, parts))
         finally:
             del self._open[id(value)]
-        if label in _UNORDERED:
+        if label in (dict, set, frozenset):
             done.sort()
         digest = hashlib.sha256(marshal.dumps([repr(label), *done], 2)).digest()
         self._known[id(value)] = digest, value
@@ -318,13 +315,11 @@ class Contents:
         return ("class", cls.__qualname__), [type(cls), cls.__bases__, members]
 
 
-_UNORDERED = (dict, set, frozenset)
-
 _DERIVED = (
     *("__dict__", "__weakref__", "__module__", "__doc__", "__annot", "__static_attributes__", "__firstlineno__"),
     *("__slotnames__", "__signature__", "__pydantic_", "__private_attributes__", "_abc_", "_backward_cls"),
 )
-"""Beginnings of the names of members that do not count, or that are made of others, with addresses of this process."""
+"""Beginnings of the names of members that do not count, or that are made of others."""
 
 _PLAIN = frozenset({int, float, str, bool, bytes, type(None)})
 

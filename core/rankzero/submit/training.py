@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import inspect
 import itertools
 import os
 import pkgutil
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from rankzero.errors import InvalidJobError
 from rankzero.masking import MASK, Mask, hides, secrets_of, without_credentials
@@ -20,15 +19,14 @@ MAX_TEXT = 500  # Characters to which a value is cut that is shown
 _BITS = 1024  # Most bits of an integer that is shown: more digits than Python writes would fail the submission
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """A script, a module or a command, which ranks run in place of a function."""
 
     kind: str  # "script" for a Python file, "module" as for `python -m`, "command" as for torchrun's --no-python
     target: str  # Absolute path of the script, name of the module, or the program
     line: tuple[str, ...] = ()  # The first words of the command line, of which the first is a command's program
     source: bytes = b""  # The text of a script
-    needs: code.Source = code.NOTHING  # The names of the modules that a script or module needs
+    needs: code.Source = code.Source()  # The names of the modules that a script or module needs
     first: str | None = None  # The directory that is searched before `sys.path` for them
 
     @property
