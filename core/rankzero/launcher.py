@@ -255,7 +255,7 @@ def open_run(
     from rankzero.submit import durable
 
     if caller is None:
-        return durable.open_owned(launcher._for(train)._request(), train, args, kwargs)
+        return durable.opened(launcher._for(train)._request(), train, args, kwargs, owned=True)
     if launcher.run_id is None:
         raise InvalidJobError("a step finds its run by the run_id: give Launcher(run_id=...)")
     if launcher.store is not None and not store.is_absolute(launcher.store):

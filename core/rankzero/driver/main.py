@@ -1,6 +1,6 @@
 """The driver as a process: its arguments, its signals, its owner and its exit code.
 
-`rankzero.submit.drivers` starts the detached form. Its input is in the run directory, except
+`rankzero.submit.durable` starts the detached form. Its input is in the run directory, except
 secrets, which are in no file: the submitter sends the user's environment and the engine's private configuration as JSON
 on standard input. Everything else is `Driver.run`, as in the caller's process. On Spark Connect a `Delegation` may
 start a driver within the stage of the run instead.
