@@ -104,8 +104,7 @@ def _pickler() -> Any:
     return Pickler
 
 
-_ORDERED = {str, bytes, int, float}
-"""Types of items by which a set is sorted, since its own order differs between processes."""
+_ORDERED = {str, bytes, int, float}  # Types by which a set is sorted, since its own order differs between processes
 
 
 class Loader(pickle.Unpickler):
@@ -120,8 +119,7 @@ class Loader(pickle.Unpickler):
 def pickled(value: object) -> list[Part]:
     """Returns the parts of a value's file; its large buffers are not copied. Equal values have equal files.
 
-    Raises:
-        ResultError: the value cannot be pickled, or holds a part of a sharded tensor; the message has its type.
+    Raises ResultError, which has its type, if it cannot be pickled or holds a part of a sharded tensor.
     """
     stream, buffers = io.BytesIO(), list[memoryview]()
     with loading(f"a value of type {type_name(value)} cannot be pickled"):

@@ -27,7 +27,7 @@ class ResultRef:
     Attributes:
         uri: Absolute local path or fsspec URL of the file.
         format: ``"json"``, ``"torch"`` or ``"pickle"``.
-        digest: ``sha256:`` and what ``sha256sum`` prints of the file.
+        digest: Checksum of the file, with the name of its algorithm: see docs/values.md#digests.
         size: Bytes of the file.
         summary: Facts for display: type, last metrics.
         fingerprint: `store.fingerprint` of a local file of tensors when its checksum was computed. While the file has
@@ -102,14 +102,14 @@ class ResultRef:
             with store.open_read(self.uri) as remote:
                 shutil.copyfileobj(remote, local, 8 << 20)
             local.seek(0)
-            return formats.read_open(local, self.uri, self.format, self.digest)
+            return formats.read(f"/dev/fd/{local.fileno()}", self.format, self.digest, self.uri)
 
     def load_from(self, path: str) -> Any:
         """Loads the value from a local copy of the file, like `load`."""
         with self._explained(path), open(path, "rb") as file:
             # By its descriptor, since its name may be replaced.
             is_known = self.fingerprint is not None and store.fingerprint(file.fileno()) == self.fingerprint
-            return formats.read_open(file, path, self.format, None if is_known else self.digest)
+            return formats.read(f"/dev/fd/{file.fileno()}", self.format, None if is_known else self.digest, path)
 
     @contextlib.contextmanager
     def _explained(self, location: str) -> Iterator[None]:
@@ -156,26 +156,25 @@ def map_refs(value: Any, function: Callable[[ResultRef], Any]) -> Any:
         >>> map_refs({"a": [1], "b": (ResultRef("/x", "json", "", 0),)}, lambda ref: ref.uri)
         {'a': [1], 'b': ('/x',)}
     """
-    try:
-        return _copied(value, function, {})
-    except RecursionError:
-        # A value of so many levels cannot be pickled either.
-        return value
+    made: dict[int, Any] = {}
 
+    def copied(item: Any) -> Any:
+        if id(item) in made:
+            return made[id(item)]
+        if isinstance(item, ResultRef):
+            made[id(item)] = function(item)
+        elif type(item) is tuple:
+            made[id(item)] = tuple(map(copied, item))
+        elif type(item) is list:
+            # Registered before it is filled, since it may contain itself.
+            made[id(item)] = filled = list[Any]()
+            filled.extend(map(copied, item))
+        elif type(item) is dict:
+            made[id(item)] = table = dict[Any, Any]()
+            table.update((key, copied(each)) for key, each in item.items())
+        return made.get(id(item), item)
 
-def _copied(item: Any, function: Callable[[ResultRef], Any], made: dict[int, Any]) -> Any:
-    """Returns the copy for `map_refs`; ``made`` has the copies of containers and references by id."""
-    if id(item) in made:
-        return made[id(item)]
-    if isinstance(item, ResultRef):
-        made[id(item)] = function(item)
-    elif type(item) is tuple:
-        made[id(item)] = tuple(_copied(each, function, made) for each in item)
-    elif type(item) is list:
-        # Registered before it is filled, since it may contain itself.
-        made[id(item)] = filled = list[Any]()
-        filled += (_copied(each, function, made) for each in item)
-    elif type(item) is dict:
-        made[id(item)] = table = dict[Any, Any]()
-        table.update((key, _copied(each, function, made)) for key, each in item.items())
-    return made.get(id(item), item)
+    with contextlib.suppress(RecursionError):
+        return copied(value)
+    # A value of so many levels cannot be pickled either.
+    return value

@@ -31,11 +31,7 @@ def is_dense(value: Any) -> bool:
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the given dense tensor, or a copy if it shows a part of its memory.
-
-    Raises:
-        ResultError: the tensor's memory was freed.
-    """
+    """Returns the dense tensor, or a copy if it shows a part of its memory. Raises ResultError if that was freed."""
     # These return a tensor itself unless it is a conjugated or negated view.
     tensor = tensor.resolve_conj().resolve_neg()
     available = tensor.untyped_storage().nbytes()
