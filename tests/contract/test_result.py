@@ -131,15 +131,6 @@ def test_a_module_is_pickled_and_described(tmp_path: Path) -> None:
     assert isinstance(ref.load(), torch.nn.Linear)
 
 
-def test_a_local_class_comes_back_as_the_callers_own(tmp_path: Path) -> None:
-    @dataclasses.dataclass
-    class Score:
-        value: float
-
-    loaded = stored(Score(0.5), tmp_path).load()
-    assert loaded == Score(0.5)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_tensors_arrive_on_the_cpu(tmp_path: Path) -> None:

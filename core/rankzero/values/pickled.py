@@ -25,7 +25,6 @@ from rankzero.values import tensors
 from rankzero.values.plain import canonical
 
 LARGE = 64 << 10  # Bytes from which on a buffer is stored outside of the pickle
-
 Part = bytes | memoryview
 
 _ADVICE = "Return its state (a state_dict, numbers) instead, or load it where the code that wrote it can be imported"

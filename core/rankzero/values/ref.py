@@ -156,25 +156,25 @@ def map_refs(value: Any, function: Callable[[ResultRef], Any]) -> Any:
         >>> map_refs({"a": [1], "b": (ResultRef("/x", "json", "", 0),)}, lambda ref: ref.uri)
         {'a': [1], 'b': ('/x',)}
     """
-    made: dict[int, Any] = {}
-
-    def copied(item: Any) -> Any:
-        if id(item) in made:
-            return made[id(item)]
-        if isinstance(item, ResultRef):
-            made[id(item)] = function(item)
-        elif type(item) is tuple:
-            made[id(item)] = tuple(map(copied, item))
-        elif type(item) is list:
-            # Registered before it is filled, since it may contain itself.
-            made[id(item)] = filled = list[Any]()
-            filled.extend(map(copied, item))
-        elif type(item) is dict:
-            made[id(item)] = table = dict[Any, Any]()
-            table.update((key, copied(each)) for key, each in item.items())
-        return made.get(id(item), item)
-
     with contextlib.suppress(RecursionError):
-        return copied(value)
+        return _copied(value, function, {})
     # A value of so many levels cannot be pickled either.
     return value
+
+
+def _copied(item: Any, function: Callable[[ResultRef], Any], made: dict[int, Any]) -> Any:
+    """Returns the copy for `map_refs`; ``made`` has the copies of containers and references by id."""
+    if id(item) in made:
+        return made[id(item)]
+    if isinstance(item, ResultRef):
+        made[id(item)] = function(item)
+    elif type(item) is tuple:
+        made[id(item)] = tuple(_copied(each, function, made) for each in item)
+    elif type(item) is list:
+        # Registered before it is filled, since it may contain itself.
+        made[id(item)] = filled = list[Any]()
+        filled += (_copied(each, function, made) for each in item)
+    elif type(item) is dict:
+        made[id(item)] = table = dict[Any, Any]()
+        table.update((key, _copied(each, function, made)) for key, each in item.items())
+    return made.get(id(item), item)

@@ -149,8 +149,6 @@ class ConnectSession(EngineSession):
     def close(self) -> None:
         """Closes the connection, if the engine opened it. The session stays for the next launch, until it times out."""
         if self._owned:
-            # If the server has died, threads of the client would retry requests, and the interpreter would join them.
-            limit_retries(self._session.client, 0)
             with contextlib.suppress(Exception):
                 self._session.client.close()
 
