@@ -244,8 +244,8 @@ class Delegation:
             if store.exists(store.join(own.path("stage"), OVER)) or not own.has_driver():
                 # Its driver has exited, or the run was removed meanwhile.
                 return True
-            # The driver in the stage has died with its server, for which pyspark would wait.
-            return reader.status().final and not own.end() and not (session and session.is_usable())
+            # Its driver may have died with the server, for which pyspark would wait.
+            return reader.status().final and not (session and session.is_usable())
 
         reply, over_at = in_thread(is_over), math.inf
         while not (self._ended or self._watch.interrupted):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import tarfile
 
 JSON, TORCH, PICKLE = "json", "torch", "pickle"
-BLOCK = 4 << 20  # Bytes that one thread hashes
+BLOCK, _SYNCED = 4 << 20, 4  # Bytes that one thread hashes, and blocks after which the disk has them
 DIRECTORY = "tar"  # Format of a directory tree, for checkpoints
 SHARDS = "shards"  # Format of one rank's part of a sharded state, for checkpoints: see `rankzero.train.sharded`
 
@@ -66,12 +66,12 @@ def _joined(blocks: list[bytes]) -> str:
 
 
 class _HashedFile(io.BufferedRandom):
-    """A new file whose blocks the threads of a pool hash, each as soon as it is complete."""
+    """A new file whose blocks the threads of a pool hash, each as soon as it is complete. The disk begins meanwhile."""
 
     def __init__(self, path: str, pool: ThreadPoolExecutor) -> None:
         super().__init__(io.FileIO(path, "w+"))
         self._pool, self.size = pool, 0
-        self.blocks: list[Future[bytes]] = []
+        self.blocks, self.synced = list[Future[bytes]](), list[Future[None]]()
 
     def write(self, data: Any) -> int:
         for begin in range(0, len(data), BLOCK):
@@ -85,6 +85,8 @@ class _HashedFile(io.BufferedRandom):
         # From the file, since the memory may be freed by now; read, since a mapping of a file that shrinks is fatal.
         read = functools.partial(os.pread, self.fileno(), BLOCK, len(self.blocks) * BLOCK)
         self.blocks.append(self._pool.submit(lambda: hashlib.sha256(read()).digest()))
+        if len(self.blocks) % _SYNCED == 0:
+            self.synced.append(self._pool.submit(os.fsync, self.fileno()))
 
 
 def verify(file: int, expected: str, location: str) -> None:
@@ -110,11 +112,14 @@ def choose(value: object) -> str:
 
 def write(value: object, file_format: str, path: str) -> tuple[int, str]:
     """Writes a value to a local file, and returns the file's size in bytes and its digest. Raises like `dump`."""
-    with ThreadPoolExecutor(available_cores(), "rankzero-digest") as pool, _HashedFile(path, pool) as file:
+    # One thread waits for the disk.
+    with ThreadPoolExecutor(available_cores() + 1, "rankzero-digest") as pool, _HashedFile(path, pool) as file:
         dump(value, file_format, file)
         if file.size % BLOCK:
             file.hash_next()
         os.fsync(file.fileno())
+        for synced in file.synced:
+            synced.result()
         return file.size, _joined([block.result() for block in file.blocks])
 
 

@@ -100,9 +100,6 @@ def make_tensor(
     return tensor.requires_grad_(requires_grad)
 
 
-# -- files of torch.save --------------------------------------------------------------------------
-
-
 def is_all_tensors(value: object) -> bool:
     """Returns True for dense tensors in dicts, lists and tuples, beside strings, numbers, booleans and None."""
     torch: Any = sys.modules.get("torch")
