@@ -70,7 +70,7 @@ def _use_store(directory: str | None, url: str | None) -> tuple[str, str]:
         return PROBLEM, f"{type(error).__name__}: {error.strerror}"
     from rankzero.store import remote
 
-    if client := remote.find_client(url) if url else None:
+    if url and (client := remote.find_client(url)):
         try:
             with client.open_write(url) as file:
                 file.write(b"doctor")
