@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     import torch
 
 LARGE = 64 << 10  # Bytes from which on a buffer is stored outside of the pickle
-
 Part = bytes | memoryview
 
 _ADVICE = "Return its state (a state_dict, numbers) instead, or load it where the code that wrote it can be imported"
@@ -112,8 +111,7 @@ def _pickler() -> Any:
     return Pickler
 
 
-_ORDERED = {str, bytes, int, float}
-"""Types of items by which a set is sorted, since its own order differs between processes."""
+_ORDERED = {str, bytes, int, float}  # Types by which a set is sorted, since its own order differs between processes
 
 
 class Loader(pickle.Unpickler):
@@ -128,8 +126,7 @@ class Loader(pickle.Unpickler):
 def pickled(value: object) -> list[Part]:
     """Returns the parts of a value's file; its large buffers are not copied. Equal values have equal files.
 
-    Raises:
-        ResultError: the value cannot be pickled, or holds a part of a sharded tensor; the message has its type.
+    Raises ResultError, which has its type, if it cannot be pickled or holds a part of a sharded tensor.
     """
     stream, buffers = io.BytesIO(), list[memoryview]()
     with loading(f"a value of type {type_name(value)} cannot be pickled"):
@@ -169,11 +166,7 @@ def is_dense(value: Any) -> bool:
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the given dense tensor, or a copy if it shows a part of its memory.
-
-    Raises:
-        ResultError: the tensor's memory was freed.
-    """
+    """Returns the dense tensor, or a copy if it shows a part of its memory. Raises ResultError if that was freed."""
     # These return a tensor itself unless it is a conjugated or negated view.
     tensor = tensor.resolve_conj().resolve_neg()
     available = tensor.untyped_storage().nbytes()
@@ -240,9 +233,6 @@ def make_tensor(
     tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, *form)
     vars(tensor).update(attributes)
     return tensor.requires_grad_(requires_grad)
-
-
-# -- files of torch.save --------------------------------------------------------------------------
 
 
 def is_all_tensors(value: object) -> bool:
