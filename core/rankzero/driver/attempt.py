@@ -1,20 +1,24 @@
-"""`Attempt`: one attempt of a run, as one coroutine: open, slots, join, start, run, judge, record, end, settle.
+"""`Attempt`: one attempt of a run, as one coroutine: `_prepare`, `_launch`, `_train`, `_end`, `_settle`.
 
-It succeeds once every rank has finished and rank 0's value is stored. Nothing takes that back: `_end` records it before
-ranks run their exit handlers, and a lost host or a cancel only shortens their exit. The attempt ends before that if
+It succeeds once every rank has finished and rank 0's value is stored. Nothing takes that back. `_end` first records it,
+until a cancel or for `STORE_OUTAGE`; then ranks run their exit handlers, which a cancel stops. The attempt ends before
+that if
 
-- a rank raises or is killed. Its agent reports that, `_judge` waits two seconds for an earlier cause, and `_end` makes
-  all agents stop their ranks: SIGTERM, then SIGKILL after ``stop_grace``.
-- the host of an agent dies, or the network to it is cut. The connection breaks, or the agent sends nothing for 45
-  seconds: it is gone, and the same follows. Its ranks are the cause; what their peers report are consequences. A host
-  that dies before its agent has joined is missed until ``start_timeout``, unless the engine reports it.
+- a rank raises or is killed. Its agent reports that, `_judge` waits up to two seconds for an earlier cause and asks
+  where the others stand, and `_end` makes all agents stop their ranks: SIGTERM, then SIGKILL after ``stop_grace``.
+- the host of an agent dies, or the network to it is cut. The connection breaks, or `Agents.gone` names an agent that
+  has sent nothing for 45 seconds, and the same follows. Its ranks are the cause; until its loss is known, a peer whose
+  collective broke is named, with the cause ``"lost"``, which restarts likewise. A host that dies before its agent has
+  joined is missed until ``start_timeout``, unless the engine reports it.
 - the engine ends the agents, or the store refuses rank 0's value, also by not taking it in time. Both are judged, too.
 - the user cancels the run, ``timeout`` or ``start_timeout`` is over, or the ranks hang. What waits then raises the
-  error, a cancel's by `Watch.check`. Before agents exist, the error leaves `live`; later nothing is judged, and `_end`
-  stops the ranks. A value that the store takes meanwhile still makes the run a success (`ending.settled`).
+  error: `Watch.check`, `_check_start`, `_check_run`. Until `_launch` returns, it leaves `live`; in `_train` it is the
+  verdict, and `_end` stops the ranks. A failure that was seen before a cancel is judged, without further waiting. A
+  value that the store takes meanwhile makes the run a success nevertheless (`ending.settled`).
 
 `rankzero.driver.driver` then decides by the cause whether another attempt follows: not after a cancel or a time limit,
-and after an exception of the user's code only if ``restart_on`` names it or it is a `RetryableError`.
+and after an exception of the user's code only if ``restart_on`` names it or it is a `RetryableError`. The engine's
+session belongs to `Places`, and outlives attempts.
 """
 
 from __future__ import annotations
@@ -269,7 +273,7 @@ class Attempt:
         if facts.engine_ended:
             assert self._group is not None
             error = facts.engine_error or RuntimeError("the agents ended before every rank had returned")
-            # In a thread: the JVM has the text, and may hang.
+            # In a thread, with a limit of its own: the JVM has the text, and may hang.
             explained = await reply_of(in_thread(functools.partial(self._group.explain, error)))
         return ending.judge(facts, agents.gone(), explained, agents.hangs.texts)
 
@@ -283,7 +287,7 @@ class Attempt:
         """
         agents, facts, watch, server = self._agents, self._facts, self._places.watch, self._agents.server
         agents.is_leaving = True
-        is_patient = is_released = verdict.success is not None
+        is_patient = is_end_sent = verdict.success is not None
         if verdict.success:
             # Durable first: exit handlers and disconnects take time, and the driver may die meanwhile.
             recorded = self._places.recorder.update(result=verdict.success[0].to_json(), value=verdict.success[1])
@@ -304,9 +308,9 @@ class Attempt:
             # After a success, the processes that held agents may still remove files.
             if now - since > timeout or (not is_patient and now - connected_at > bounds.STOP_MARGIN()):
                 break
-            if not is_released and len(facts.over) >= facts.num_processes:
+            if not is_end_sent and len(facts.over) >= facts.num_processes:
                 # Ranks that have committed wait for their peers. No rank is left that needs the rest of the grace.
-                is_released = True
+                is_end_sent = True
                 server.broadcast(messages.End())
             if watch.is_called_off() and is_patient:
                 server.broadcast(messages.Stop(self.job.stop_grace))
@@ -323,7 +327,7 @@ class Attempt:
         await done_within(bounds.STOP_MARGIN() + 1, functools.partial(self._group.wait, bounds.STOP_MARGIN()))
 
     async def _settle(self, verdict: Verdict) -> Verdict:
-        """Waits for the store, and removes what does not count. Returns the verdict, corrected by late reports."""
+        """Waits for the store, removes what does not count, and returns the verdict: late reports may be a success."""
         is_cancelled = isinstance(verdict.error, RunCancelledError)
         timeout = bounds.STOP_MARGIN() if is_cancelled else bounds.CHECKPOINT_COMMIT_TIMEOUT()
         deadline = await self._await_store(time.monotonic() + timeout)
