@@ -33,16 +33,14 @@ _KEEP_SIZE_PUNCH_HOLE = 3  # fallocate(2)
 class Output:
     """The output of a rank, which waits in a file on this host's disk while the driver is behind."""
 
-    def __init__(self, local_rank: int, scratch: str) -> None:
-        """Prepares for output, which `feed` forwards once `connection` is set; ``scratch`` is the task's directory."""
-        self._local_rank = local_rank
-        self._scratch = scratch
+    def __init__(self, local_rank: int, scratch: str, connection: Connection) -> None:
+        """Prepares for output, which `feed` forwards to the driver; ``scratch`` is the task's directory."""
+        self._local_rank, self._scratch, self._connection = local_rank, scratch, connection
         self._splitter = LineSplitter()
         self._tail: deque[str] = deque(maxlen=LOG_TAIL)
         self._spool: FileIO | None = None
         self._read = self._written = self._released = self._dropped = 0
         self._has_spooled = asyncio.Event()
-        self.connection: Connection
 
     @property
     def tail(self) -> list[str]:
@@ -60,7 +58,7 @@ class Output:
 
     def feed(self, data: bytes, *, final: bool = False) -> None:
         """Forwards bytes that the rank wrote, behind its earlier ones; ``final`` also an unfinished line."""
-        if not self.waiting and self.connection.unsent <= HIGH_WATER:
+        if not self.waiting and self._connection.unsent <= HIGH_WATER:
             self.add(self._splitter.feed(data, final=final))
         elif self._store(data):
             self._has_spooled.set()
@@ -91,7 +89,7 @@ class Output:
             lines = [*lines, f"rankzero: {self._dropped} log lines were dropped, the driver was too slow"]
             self._dropped = 0
         if lines:
-            self.connection.send(messages.Log(lines), self._local_rank)
+            self._connection.send(messages.Log(lines), self._local_rank)
 
     async def pump(self) -> None:
         """Sends the output on the disk whenever there is some, until the connection ends."""
@@ -103,7 +101,7 @@ class Output:
     async def send_waiting(self) -> None:
         """Sends the output on the disk as fast as the driver takes it. Raises OSError if the connection ends."""
         while self.waiting:
-            await self.connection.drain()
+            await self._connection.drain()
             self.add(self._splitter.feed(self._next()))
 
     def _next(self) -> bytes:

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -58,12 +59,15 @@ class Rank:
         output: What it prints.
     """
 
-    def __init__(self, local_rank: int, config: dict[str, Any]) -> None:
-        """Starts the worker process, which imports torch and waits for its `Start`."""
+    def __init__(self, local_rank: int, config: dict[str, Any] | None = None) -> None:
+        """Starts the worker process, which imports torch and waits for its `Start`.
+
+        Without the agent's configuration, it is forked ahead: this process must have torch loaded.
+        """
         self.local_rank = local_rank
         self.alive = True
         self.outcome: messages.Finished | messages.Failed | None = None
-        self.output = Output(local_rank, config["scratch"])
+        self.output: Output
         self._decoder = Decoder()
         self._unsent = bytearray()
         self._reports, self._reported = unnamed_file(), 0
@@ -83,14 +87,15 @@ class Rank:
         os.set_blocking(read, False)
         self._pipe: IO[bytes] = open(read, "rb", buffering=0)
 
-    def listen(self, connection: Connection, on_message: Callable[[Rank, Message], None]) -> None:
+    def listen(self, connection: Connection, scratch: str, on_message: Callable[[Rank, Message], None]) -> None:
         """Begins to read from the worker.
 
         Args:
             connection: The connection to the driver, to which output and reports are forwarded.
+            scratch: The directory of this task.
             on_message: Receives each message of the worker.
         """
-        self.output.connection = self._connection = connection
+        self._connection, self.output = connection, Output(self.local_rank, scratch, connection)
         self._on_message = on_message
         loop = asyncio.get_running_loop()
         loop.add_reader(self._control, self.read_messages)
@@ -204,7 +209,7 @@ class Rank:
         return self.output.tail
 
 
-def _start_worker(config: dict[str, Any], stdio: tuple[int, int, int], descriptors: tuple[int, int]) -> int:
+def _start_worker(config: dict[str, Any] | None, stdio: tuple[int, int, int], descriptors: tuple[int, int]) -> int:
     """Starts a worker process: a fork if this agent has torch loaded, else a fresh interpreter.
 
     Args:
@@ -212,14 +217,16 @@ def _start_worker(config: dict[str, Any], stdio: tuple[int, int, int], descripto
         stdio: Descriptors that become its standard input, output and error.
         descriptors: Those of its control socket, and of the file for its reports.
     """
-    arguments = *descriptors, os.getpid(), config["exit_timeout"]
-    if "torch" in sys.modules:
+    arguments = *descriptors, os.getpid()
+    if config is None or "torch" in sys.modules:
 
         def main() -> None:
+            # Zygotes and agents outlive it by a handler.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             forks.forget()
             worker.main(*arguments)
 
-        return forks.fork(main, env=environment(config), stdio=stdio, keep=descriptors)
+        return forks.fork(main, env=os.environ, stdio=stdio, keep=descriptors)
     process = subprocess.Popen(
         [sys.executable, "-c", _BOOTSTRAP, config["code_path"], *map(str, arguments)],
         stdin=stdio[0],
@@ -235,11 +242,10 @@ def _start_worker(config: dict[str, Any], stdio: tuple[int, int, int], descripto
 
 
 def environment(config: dict[str, Any]) -> dict[str, str]:
-    """Returns the environment that a worker starts with; the rank's own variables come with ``start``."""
-    env = dict(os.environ)
-    env.update(config["env"])
-    # torchrun sets it too, unless the user did.
-    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    """Returns the environment of all ranks of an agent with this configuration."""
+    # torchrun sets the first one too, unless the user did. The others are the network interface of gloo and NCCL.
+    defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **socket_environment(config["host"])}
+    env = {**defaults, **os.environ, **config["env"]}
     return env | visible_gpus(config["gpus"] if config["use_gpu"] else [], env)
 
 
@@ -253,9 +259,10 @@ def visible_gpus(gpus: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_environment(context: dict[str, Any], config: dict[str, Any]) -> dict[str, str]:
-    """Returns the variables of a rank, for its context and the agent's configuration: all those that torchrun sets."""
-    rank, world_size, chosen = str(context["rank"]), str(context["world_size"]), {**os.environ, **config["env"]}
+    """Returns the whole environment of a rank, with all variables that torchrun sets."""
+    rank, world_size = str(context["rank"]), str(context["world_size"])
     return {
+        **environment(config),
         "RANK": rank,
         "WORLD_SIZE": world_size,
         "LOCAL_RANK": str(context["local_rank"]),
@@ -272,6 +279,4 @@ def rank_environment(context: dict[str, Any], config: dict[str, Any]) -> dict[st
         # `record` of torch.distributed.elastic writes an exception there.
         "TORCHELASTIC_ERROR_FILE": os.path.join(config["scratch"], f"error-{context['local_rank']}.json"),
         "RANKZERO_RUN_ID": str(context["run_id"]),
-        # The network interface of gloo and NCCL, unless the user has chosen one.
-        **{name: value for name, value in socket_environment(config["host"]).items() if name not in chosen},
     }

@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from rankzero import bounds
@@ -31,7 +31,7 @@ from rankzero.channel.connection import Connection
 from rankzero.channel.messages import Message, MessageError
 from rankzero.errors import LOST, PREEMPTED, RankZeroError
 from rankzero.host import network, processes
-from rankzero.host.processes import allow_open_files, pidfd_of, readable, settle_signals
+from rankzero.host.processes import pidfd_of, readable, settle_signals
 from rankzero.host.usage import UsageSampler
 from rankzero.threads import ActionThread, reply_of
 from rankzero.worker.call import cut_off_message
@@ -50,12 +50,16 @@ class Agent:
         has_failed: True if that was too early.
     """
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        """Starts the workers, which may be forks: there must be neither an event loop nor a thread yet."""
-        self._config = config
+    def __init__(self, config: dict[str, Any], ahead: Sequence[Rank]) -> None:
+        """Starts the workers that were not forked ahead: there must be neither an event loop nor a thread yet."""
+        self._config, self._began = config, time.time()
         self._scratch: str = config["scratch"]
         processes.become_subreaper()
-        self._ranks = [Rank(local_rank, config) for local_rank in range(config["workers"])]
+        gone = {pid for pid, _ in processes.ended_children()}
+        ready = {rank.local_rank: rank for rank in ahead if rank.pid not in gone}
+        self._ranks = [ready.pop(number, None) or Rank(number, config) for number in range(config["workers"])]
+        for spare in ready.values():
+            spare.kill(signal.SIGKILL)
         self._connection: Connection | None = None
         self._caller = pidfd_of(config["caller"]) if config.get("caller") else None
         self._inputs: Inputs | None = None
@@ -131,7 +135,7 @@ class Agent:
         )
         connection.send(join)
         for rank in self._ranks:
-            rank.listen(connection, self._on_rank_message)
+            rank.listen(connection, self._scratch, self._on_rank_message)
             self._do(rank.output.pump())
         self._do(self._send_reports())
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._collect)
@@ -177,7 +181,7 @@ class Agent:
         for rank in self._ranks:
             context = inputs.context(rank.local_rank, len(self._ranks), self._config["use_gpu"])
             env = rank_environment(context, self._config)
-            rank.tell(dataclasses.replace(common, context=context, env=env))
+            rank.tell(dataclasses.replace(common, context=context, env=env, began=self._began))
 
     async def _sample_usage(self) -> None:
         thread = ActionThread("rankzero-usage")
@@ -271,7 +275,7 @@ class Agent:
         """Lets the ranks that have committed exit, if there is no driver: waiting for their peers is of no use then."""
         for rank in self._ranks:
             if (self.lost or self._is_orphaned) and isinstance(rank.outcome, messages.Finished):
-                rank.tell(messages.End())
+                rank.tell(messages.End(self._config["exit_timeout"]))
 
     def _stop(self, grace: float | None = None) -> None:
         """Sends SIGTERM now and SIGKILL after ``grace`` seconds; a second call can only shorten the grace."""
@@ -295,7 +299,7 @@ class Agent:
         """Lets all ranks run their exit handlers and exit, once each has finished; a `stop` keeps its grace."""
         self._is_ending = self._is_agreed = True
         for rank in self._ranks:
-            rank.tell(messages.End())
+            rank.tell(messages.End(self._config["exit_timeout"]))
         if not self._is_early:
             self._kill_at(time.monotonic() + self._config["exit_timeout"] + WORKER_EXIT_MARGIN())
         self._collect()
@@ -340,14 +344,16 @@ class Agent:
         self._send(messages.Bye())
 
 
-def run(config: dict[str, Any]) -> None:
-    """Runs an agent in this process, whose standard input ends when the process that holds it lets go of it."""
+def run(config: dict[str, Any], ahead: Sequence[Rank] = ()) -> None:
+    """Runs an agent in this process, whose standard input ends when the process that holds it lets go of it.
+
+    Args:
+        config: Its configuration.
+        ahead: Ranks that were forked before there was a configuration.
+    """
     settle_signals()
-    # The zygote, and the agent until now, have ignored it by a handler, which ranks must not inherit.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    allow_open_files()
     os.environ.update(bounds.environment(config["env"]))
-    agent = Agent(config)
+    agent = Agent(config, ahead)
     try:
         asyncio.run(agent.run())
     finally:

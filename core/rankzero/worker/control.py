@@ -51,6 +51,8 @@ class Control:
         self._has_transferred = threading.Condition()
         self.ended = threading.Event()
         """Set once the agent has reported that every rank has committed."""
+        self.exit_timeout = 0.0
+        """Seconds that the exit of this rank may take, once `ended` is set."""
 
     @property
     def is_own(self) -> bool:
@@ -158,6 +160,7 @@ class Control:
             while True:
                 message = self._early.pop(0) if self._early else self._receive()
                 if isinstance(message, messages.End):
+                    self.exit_timeout = message.exit_timeout
                     self.ended.set()
                 elif isinstance(message, messages.Transferred):
                     with self._has_transferred:

@@ -50,7 +50,7 @@ _LOST_RESULT = (
 )
 
 
-def main(control_fd: int, reports_fd: int, agent_pid: int, exit_timeout: float) -> NoReturn:
+def main(control_fd: int, reports_fd: int, agent_pid: int) -> NoReturn:
     """Entry point of the worker process."""
     phases = {"started": time.time()}
     settle_signals()
@@ -78,7 +78,7 @@ def main(control_fd: int, reports_fd: int, agent_pid: int, exit_timeout: float) 
         # Peers may still be connecting to this rank, and their group breaks if it exits. Rank 0 also serves the
         # rendezvous store.
         control.ended.wait()
-        run_exit_handlers(exit_timeout)
+        run_exit_handlers(control.exit_timeout)
     forks.leave(outcome.exit_code or 1 if isinstance(outcome, messages.Failed) else 0)
 
 
@@ -93,6 +93,8 @@ def _work(
     phases["imported"] = time.time()
     control.send(messages.Reached("ready"))
     start = control.expect(messages.Start)
+    # A rank that was forked ahead has waited for its agent.
+    phases = {name: max(when, start.began) for name, when in phases.items()}
     from rankzero.train import context, parts
     from rankzero.train import writer as writers
 
@@ -105,7 +107,7 @@ def _work(
     session = context.install(world, control.report, writer, files, start.datasets, start.scratch)
     if start.checkpoint:
         writer.committed(start.checkpoint)
-    os.environ.update(start.env)
+    forks.set_environment(start.env)
     if start.context["rank"] == 0:
         control.send(messages.Reached("bound", {"port": rendezvous.bind(start)}))
     has_made_group = rendezvous.guard_groups()
