@@ -152,7 +152,7 @@ def is_idle_zygote(pid: int) -> bool:
 def waits_for_launch(pid: str) -> bool:
     """Returns True for an agent that was forked ahead: a rank has no socket there, and its agent has an event loop."""
     opened = {path.name: os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
-    return opened["0"].startswith("socket:") and "anon_inode:[eventpoll]" not in opened.values()
+    return opened.get("0", "").startswith("socket:") and "anon_inode:[eventpoll]" not in opened.values()
 
 
 def wait_until_gone(marker: str, timeout: float = ORPHAN_TIMEOUT) -> list[int]:

@@ -40,14 +40,6 @@ _BOOTSTRAP = (
 )
 
 
-def until_delivery() -> float:
-    """Returns the seconds until the next moment at which reports and few lines are sent, the same on a whole host.
-
-    Each delivery wakes the agent, the channel and the driver, so what is sent together wakes them once.
-    """
-    return bounds.DELIVERY_INTERVAL - time.monotonic() % bounds.DELIVERY_INTERVAL
-
-
 class Rank:
     """A worker process that this agent has started.
 
@@ -182,7 +174,7 @@ class Rank:
             return
         loop.remove_reader(self._pipe)
         if size:
-            loop.call_later(BRISK if size >= MUCH else until_delivery(), self._on_printed)
+            loop.call_later(BRISK if size >= MUCH else bounds.DELIVERY_INTERVAL, self._on_printed)
         else:
             loop.add_reader(self._pipe, self._on_printed)
 

@@ -24,14 +24,14 @@ from typing import Any
 
 from rankzero import bounds
 from rankzero.agent.inputs import Inputs
-from rankzero.agent.ranks import Rank, rank_environment, until_delivery
+from rankzero.agent.ranks import Rank, rank_environment
 from rankzero.channel import messages
 from rankzero.channel.client import Driver
 from rankzero.channel.connection import Connection
 from rankzero.channel.messages import Message, MessageError
 from rankzero.errors import LOST, PREEMPTED, RankZeroError
 from rankzero.host import network, processes
-from rankzero.host.processes import pidfd_of, readable, settle_signals
+from rankzero.host.processes import pidfd_of, readable
 from rankzero.host.usage import UsageSampler
 from rankzero.threads import ActionThread, reply_of
 from rankzero.worker.call import cut_off_message
@@ -62,7 +62,6 @@ class Agent:
             spare.kill(signal.SIGKILL)
         self._connection: Connection | None = None
         self._caller = pidfd_of(config["caller"]) if config.get("caller") else None
-        self._inputs: Inputs | None = None
         self._reader = ActionThread("rankzero-inputs")
         self._tasks: set[asyncio.Task[None]] = set()
         self._fetches: dict[str, asyncio.Task[None]] = {}
@@ -71,6 +70,7 @@ class Agent:
         self._complete = asyncio.Event()
         self._stop_by = float("inf")
         self._kill: asyncio.TimerHandle | None = None
+        self._delivery: asyncio.Timeout | None = None
         self.lost: str | None = None
         self.has_failed = False
 
@@ -141,11 +141,9 @@ class Agent:
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._collect)
         self._collect()
 
-    async def _driver_lives(self) -> bool:
-        """Returns True while a silent driver lives and has the run: it may have been stopped, and another submitted."""
-        inputs = self._inputs
-        lives = self._caller is not None and not readable([self._caller], 0)
-        return lives and (inputs is None or not await reply_of(self._reader.submit(inputs.is_ended)))
+    def _driver_lives(self) -> bool:
+        """Returns True while a silent driver on this host lives: it may be stopped."""
+        return self._caller is not None and not readable([self._caller], 0)
 
     def _on_message(self, message: Message) -> None:
         match message:
@@ -167,7 +165,7 @@ class Agent:
     async def _start(self, assigned: messages.Assign) -> None:
         """Gets the files of the ranks, and gives the ranks their work. A thread reads files, which may be large."""
         digests, scratch = self._driver.digests, self._scratch
-        inputs = self._inputs = await reply_of(self._reader.submit(lambda: Inputs(assigned, digests, scratch)))
+        inputs = await reply_of(self._reader.submit(lambda: Inputs(assigned, digests, scratch)))
         for name, path in inputs.missing.items():
             try:
                 await self._driver.fetch(name, path)
@@ -176,12 +174,12 @@ class Agent:
                 kind = "rankzero.errors.ResultError"
                 self._ranks[0].send(messages.Failed(time.time(), exception_type=kind, message=text, exit_code=1))
                 return
-        common = await reply_of(self._reader.submit(lambda: inputs.message(self._config["ports"])))
+        common = await reply_of(self._reader.submit(lambda: inputs.message(self._config, self._began)))
         self._ranks[0].output.add(self._config["notes"])
         for rank in self._ranks:
             context = inputs.context(rank.local_rank, len(self._ranks), self._config["use_gpu"])
             env = rank_environment(context, self._config)
-            rank.tell(dataclasses.replace(common, context=context, env=env, began=self._began))
+            rank.tell(dataclasses.replace(common, context=context, env=env))
 
     async def _sample_usage(self) -> None:
         thread = ActionThread("rankzero-usage")
@@ -193,7 +191,7 @@ class Agent:
 
     async def _send_reports(self) -> None:
         while True:
-            await asyncio.sleep(until_delivery())
+            await asyncio.sleep(bounds.DELIVERY_INTERVAL)
             for rank in self._ranks:
                 rank.send_reports()
 
@@ -275,7 +273,7 @@ class Agent:
         """Lets the ranks that have committed exit, if there is no driver: waiting for their peers is of no use then."""
         for rank in self._ranks:
             if (self.lost or self._is_orphaned) and isinstance(rank.outcome, messages.Finished):
-                rank.tell(messages.End(self._config["exit_timeout"]))
+                rank.tell(messages.End())
 
     def _stop(self, grace: float | None = None) -> None:
         """Sends SIGTERM now and SIGKILL after ``grace`` seconds; a second call can only shorten the grace."""
@@ -293,13 +291,15 @@ class Agent:
         self._kill_at(self._stop_by)
         for rank in self._ranks if not was_ending else ():
             rank.kill(signal.SIGTERM)
+        if self._delivery:
+            self._delivery.reschedule(asyncio.get_running_loop().time() + STOPPED_LINES_TIMEOUT())
         self._collect()
 
     def _await_exits(self) -> None:
         """Lets all ranks run their exit handlers and exit, once each has finished; a `stop` keeps its grace."""
         self._is_ending = self._is_agreed = True
         for rank in self._ranks:
-            rank.tell(messages.End(self._config["exit_timeout"]))
+            rank.tell(messages.End())
         if not self._is_early:
             self._kill_at(time.monotonic() + self._config["exit_timeout"] + WORKER_EXIT_MARGIN())
         self._collect()
@@ -328,12 +328,13 @@ class Agent:
             with contextlib.suppress(OSError):
                 # A run that was stopped has no time for all of them.
                 timeout = STOPPED_LINES_TIMEOUT() if self._is_early else LAST_LINES_TIMEOUT()
-                async with asyncio.timeout(timeout):
+                async with asyncio.timeout(timeout) as self._delivery:
                     for rank in self._ranks:
                         await rank.output.send_waiting()
                     self._say_bye()
                     # The driver closes the connection when it has read everything.
                     await asyncio.wait([self._following])
+            self._delivery = None
             # Again if time was short.
             self._say_bye()
             await asyncio.wait([self._following], timeout=STOPPED_LINES_TIMEOUT())
@@ -351,7 +352,6 @@ def run(config: dict[str, Any], ahead: Sequence[Rank] = ()) -> None:
         config: Its configuration.
         ahead: Ranks that were forked before there was a configuration.
     """
-    settle_signals()
     os.environ.update(bounds.environment(config["env"]))
     agent = Agent(config, ahead)
     try:

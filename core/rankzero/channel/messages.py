@@ -277,9 +277,7 @@ class Stop(Message):
 
 @dataclass(frozen=True)
 class End(Message):
-    """Every rank has finished: the ranks run their exit handlers, for which an agent gives them a time, and exit."""
-
-    exit_timeout: float = 0.0
+    """Every rank has finished: the ranks run their exit handlers and exit."""
 
 
 @dataclass(frozen=True)
@@ -291,7 +289,6 @@ class Start(Assign):
         result_directory: Directory to which rank 0 writes its value.
         shared: True if this host sees the submission's folder.
         ports: First and last port that may be bound; None for any.
-        env: The whole environment of the rank.
         began: Unix time at which the agent began. The rank may have been forked long before.
     """
 
@@ -306,6 +303,7 @@ class Start(Assign):
     datasets: str | None = None
     ports: list[int] | None = None
     began: float = 0.0
+    exit_timeout: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import queue
 import socket
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -45,6 +47,7 @@ class Control:
         self._decoder = Decoder()
         self._received: deque[Message] = deque()
         self._outgoing: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
+        self._beat: tuple[float, Callable[[], int]] | None = None
         threading.Thread(target=self._deliver, name="rankzero-sender", daemon=True).start()
         self._early: list[Message] = []
         self._transferred: dict[str, messages.Transferred] = {}
@@ -100,13 +103,20 @@ class Control:
         sent.wait()
 
     def _deliver(self) -> None:
+        beat_at = -math.inf
         try:
             while True:
-                item = self._outgoing.get()
-                if isinstance(item, bytes):
-                    self._socket.sendall(item)
-                else:
+                item: bytes | threading.Event = b""
+                with contextlib.suppress(queue.Empty):
+                    item = self._outgoing.get(timeout=max(0.0, beat_at - time.monotonic()) if self._beat else None)
+                if isinstance(item, threading.Event):
                     item.set()
+                    continue
+                if self._beat and time.monotonic() >= beat_at:
+                    interval, progress = self._beat
+                    beat_at = time.monotonic() + interval
+                    item += encode(messages.Beat(progress()))
+                self._socket.sendall(item)
         except OSError as error:
             self._end(error)
         except BaseException:
@@ -160,7 +170,6 @@ class Control:
             while True:
                 message = self._early.pop(0) if self._early else self._receive()
                 if isinstance(message, messages.End):
-                    self.exit_timeout = message.exit_timeout
                     self.ended.set()
                 elif isinstance(message, messages.Transferred):
                     with self._has_transferred:
@@ -198,21 +207,15 @@ class Control:
             return self._transferred[name]
 
     def beat(self, interval: float, progress: Callable[[], int]) -> None:
-        """Starts the heartbeat thread, which reports the rank's progress to the agent.
-
-        It sends nothing while native code keeps the GIL.
+        """Makes the thread that sends report the rank's progress to the agent, unless native code keeps the GIL.
 
         Args:
             interval: Seconds between two heartbeats.
             progress: Returns the current progress.
         """
-
-        def report() -> None:
-            while not self.ended.is_set():
-                self.send(messages.Beat(progress()))
-                self.ended.wait(interval)
-
-        threading.Thread(target=report, name="rankzero-heartbeat", daemon=True).start()
+        self._beat = interval, progress
+        # The thread waits without a limit.
+        self._outgoing.put(b"")
 
 
 def out_of_reach(fd: int) -> int:

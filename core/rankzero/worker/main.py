@@ -93,6 +93,7 @@ def _work(
     phases["imported"] = time.time()
     control.send(messages.Reached("ready"))
     start = control.expect(messages.Start)
+    control.exit_timeout = start.exit_timeout
     # A rank that was forked ahead has waited for its agent.
     phases = {name: max(when, start.began) for name, when in phases.items()}
     from rankzero.train import context, parts
