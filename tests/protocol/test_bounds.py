@@ -3,7 +3,6 @@
 import pytest
 
 from rankzero import InvalidJobError, Launcher, bounds
-from rankzero.agent import supervise
 from rankzero.channel import connection, server
 from rankzero.driver import attempt, hangs, places, storage, watch
 from rankzero.run import directory, tries
@@ -38,10 +37,6 @@ def test_a_factor_that_is_no_positive_number_is_refused_before_anything_starts(
 def test_an_end_of_a_connection_is_lost_only_after_many_pings_and_a_cut_that_heals() -> None:
     # TCP sends again 12.6, 25.4 and 51 s after the begin of a cut, and Linux 6.15 every two seconds.
     assert bounds.CONNECTION_LOST_AFTER() >= 40 * connection.PING_INTERVAL * min(1.0, max(0.3, bounds.scale()))
-
-
-def test_an_agent_can_try_to_connect_again() -> None:
-    assert 2 * connection.CONNECT_TIMEOUT() + connection.HANDSHAKE_TIMEOUT() <= supervise.AGENT_CONNECT_TIMEOUT()
 
 
 def test_a_driver_is_dead_only_after_several_heartbeats() -> None:

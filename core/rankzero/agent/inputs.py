@@ -30,16 +30,11 @@ class Inputs:
     """
 
     def __init__(self, assigned: Assign, digests: dict[str, str], scratch: str) -> None:
-        """Finds out which files this host has and which are missing.
+        """Finds out which files this host has and which are missing: those are fetched into ``scratch``.
 
-        Args:
-            assigned: The driver's message.
-            digests: Digests of the files that ranks execute, for which the driver has given a proof.
-            scratch: Directory of this task for fetched files.
+        For the ``digests``, those of the files that ranks execute, the driver has given a proof.
         """
-        self._digests = digests
-        self._assigned = assigned
-        self._scratch = scratch
+        self._assigned, self._digests, self._scratch = assigned, digests, scratch
         self.shared = self._sees_run_directory()
         self._here: dict[str, str] = {}
         self.missing: dict[str, str] = {}
@@ -65,10 +60,6 @@ class Inputs:
 
     def message(self, config: dict[str, Any], began: float) -> Start:
         """Returns the `Start` of every worker of this task, without its context; requires that no file is missing.
-
-        Args:
-            config: The agent's configuration.
-            began: Unix time at which the agent began.
 
         Raises:
             EngineError: the digest of a file differs from the driver's.

@@ -52,10 +52,7 @@ class Rank:
     """
 
     def __init__(self, local_rank: int, config: dict[str, Any] | None = None) -> None:
-        """Starts the worker process, which imports torch and waits for its `Start`.
-
-        Without the agent's configuration, it is forked ahead: this process must have torch loaded.
-        """
+        """Starts the worker process, which imports torch and waits for its `Start`; ahead of a ``config`` by a fork."""
         self.local_rank = local_rank
         self.alive = True
         self.outcome: messages.Finished | messages.Failed | None = None
@@ -80,13 +77,7 @@ class Rank:
         self._pipe: IO[bytes] = open(read, "rb", buffering=0)
 
     def listen(self, connection: Connection, scratch: str, on_message: Callable[[Rank, Message], None]) -> None:
-        """Begins to read from the worker.
-
-        Args:
-            connection: The connection to the driver, to which output and reports are forwarded.
-            scratch: The directory of this task.
-            on_message: Receives each message of the worker.
-        """
+        """Begins to read from the worker, whose messages ``on_message`` receives; the driver gets the rest."""
         self._connection, self.output = connection, Output(self.local_rank, scratch, connection)
         self._on_message = on_message
         loop = asyncio.get_running_loop()
@@ -120,12 +111,7 @@ class Rank:
                 os.kill(self.pid, number)
 
     def note_exit(self, status: int, *, was_asked: bool) -> None:
-        """Sends what an exited worker has left, and how it ended unless its outcome says it.
-
-        Args:
-            status: Its exit status, as waitpid returns it.
-            was_asked: True if it was asked to exit.
-        """
+        """Sends what an exited worker has left, and how it ended, unless it was asked to or has an outcome."""
         self.alive = False
         self.read_messages()
         tail, code = self.drain(), os.waitstatus_to_exitcode(status)
@@ -204,10 +190,7 @@ class Rank:
 def _start_worker(config: dict[str, Any] | None, stdio: tuple[int, int, int], descriptors: tuple[int, int]) -> int:
     """Starts a worker process: a fork if this agent has torch loaded, else a fresh interpreter.
 
-    Args:
-        config: The agent's configuration.
-        stdio: Descriptors that become its standard input, output and error.
-        descriptors: Those of its control socket, and of the file for its reports.
+    It keeps the ``descriptors`` of its control socket and of the file for its reports.
     """
     arguments = *descriptors, os.getpid()
     if config is None or "torch" in sys.modules:
@@ -233,28 +216,17 @@ def _start_worker(config: dict[str, Any] | None, stdio: tuple[int, int, int], de
     return process.pid
 
 
-def environment(config: dict[str, Any]) -> dict[str, str]:
-    """Returns the environment of all ranks of an agent with this configuration."""
+def environment(config: dict[str, Any], context: dict[str, Any] | None = None) -> dict[str, str]:
+    """Returns the environment of a worker, or of a rank with its context: then with all variables torchrun sets."""
     # torchrun sets the first one too, unless the user did. The others are the network interface of gloo and NCCL.
     defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **socket_environment(config["host"])}
     env = {**defaults, **os.environ, **config["env"]}
-    return env | visible_gpus(config["gpus"] if config["use_gpu"] else [], env)
-
-
-def visible_gpus(gpus: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that limit a rank to the GPUs of its task; AMD's only if ``env`` has it."""
-    # AMD's driver reads CUDA's variable, unless its own is set.
-    names = {"CUDA_VISIBLE_DEVICES", *{"HIP_VISIBLE_DEVICES"} & env.keys()}
-    # Intel's variable takes numbers only; an empty value would select all GPUs.
-    names |= {"ZE_AFFINITY_MASK"} if gpus and all(map(str.isdecimal, gpus)) else set()
-    return dict.fromkeys(names, ",".join(gpus))
-
-
-def rank_environment(context: dict[str, Any], config: dict[str, Any]) -> dict[str, str]:
-    """Returns the whole environment of a rank, with all variables that torchrun sets."""
+    env |= visible_gpus(config["gpus"] if config["use_gpu"] else [], env)
+    if context is None:
+        return env
     rank, world_size = str(context["rank"]), str(context["world_size"])
     return {
-        **environment(config),
+        **env,
         "RANK": rank,
         "WORLD_SIZE": world_size,
         "LOCAL_RANK": str(context["local_rank"]),
@@ -272,3 +244,12 @@ def rank_environment(context: dict[str, Any], config: dict[str, Any]) -> dict[st
         "TORCHELASTIC_ERROR_FILE": os.path.join(config["scratch"], f"error-{context['local_rank']}.json"),
         "RANKZERO_RUN_ID": str(context["run_id"]),
     }
+
+
+def visible_gpus(gpus: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that limit a rank to the GPUs of its task; AMD's only if ``env`` has it."""
+    # AMD's driver reads CUDA's variable, unless its own is set.
+    names = {"CUDA_VISIBLE_DEVICES", *{"HIP_VISIBLE_DEVICES"} & env.keys()}
+    # Intel's variable takes numbers only; an empty value would select all GPUs.
+    names |= {"ZE_AFFINITY_MASK"} if gpus and all(map(str.isdecimal, gpus)) else set()
+    return dict.fromkeys(names, ",".join(gpus))

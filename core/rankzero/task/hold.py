@@ -49,11 +49,7 @@ Process = subprocess.Popen[bytes]
 
 
 def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) -> None:
-    """Runs one agent to its end.
-
-    Args:
-        config: The agent's configuration, and what is needed to start it.
-        on_start: Receives the agent, whose ``kill`` ends it from any thread.
+    """Runs one agent to its end; ``on_start`` receives it, and its ``kill`` ends it from any thread.
 
     The agent and its zygote watch this process; when it dies in any way, the agent ends its workers.
 
@@ -227,12 +223,7 @@ class Zygote:
 
 
 def _start(config: dict[str, Any], log: IO[bytes]) -> Zygote:
-    """Starts an agent as a fork of an idle zygote, else of a new one. Raises RuntimeError if none can be started.
-
-    Args:
-        config: The agent's configuration, with ``zygotes``, the most idle ones that this process keeps.
-        log: A file in its directory for what it prints.
-    """
+    """Starts an agent as a fork of an idle zygote, else of a new one. Raises RuntimeError if none can be started."""
     settings = {name: value for name, value in config.items() if name != "code_zip"}
     settings |= {"log": log.name, "environ": {**os.environ, "RANKZERO_SCRATCH": config["scratch"]}, "notes": []}
     # Elsewhere a process that has torch loaded cannot be forked.

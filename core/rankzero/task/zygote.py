@@ -15,6 +15,7 @@ its ranks if that is killed. So nothing of a run survives either of them. Both w
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import ctypes
@@ -106,7 +107,9 @@ class Zygote:
     def _run_agent(self, zygote: socket.socket) -> None:
         _outlive_signals()
         processes.allow_open_files()
-        ranks = [Rank(local_rank) for local_rank in range(self._ahead)]
+        ranks, runner = [Rank(local_rank) for local_rank in range(self._ahead)], asyncio.Runner()
+        # Makes the loop.
+        runner.run(asyncio.sleep(0))
         with zygote.makefile("rb") as lines:
             if not (line := lines.readline()):
                 return
@@ -122,10 +125,7 @@ class Zygote:
             # Keeps the directory if the owner dies.
             fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
         forks.set_environment(config.pop("environ"))
-        supervise.run(config, ranks)
-        # Nothing that it has started is left, and to release its own memory takes 10 ms.
-        with contextlib.suppress(OSError):
-            os.write(0, b'{"status": 0}\n')
+        supervise.run(config, runner, ranks)
 
     def _follow_agent(self, agent: int, ours: socket.socket, line: bytes) -> bool:
         """Runs an agent and ends what it leaves; returns False if this process must end, too."""

@@ -207,12 +207,7 @@ class Control:
             return self._transferred[name]
 
     def beat(self, interval: float, progress: Callable[[], int]) -> None:
-        """Makes the thread that sends report the rank's progress to the agent, unless native code keeps the GIL.
-
-        Args:
-            interval: Seconds between two heartbeats.
-            progress: Returns the current progress.
-        """
+        """Makes the sender report the rank's progress each ``interval`` seconds, unless native code keeps the GIL."""
         self._beat = interval, progress
         # The thread waits without a limit.
         self._outgoing.put(b"")
