@@ -3,6 +3,7 @@
 import pytest
 
 from rankzero import InvalidJobError, Launcher, bounds
+from rankzero.agent import supervise
 from rankzero.channel import connection, server
 from rankzero.driver import attempt, hangs, places, storage, watch
 from rankzero.run import directory, tries
