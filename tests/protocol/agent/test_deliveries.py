@@ -8,10 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from tests.conftest import find, of_ranks
+from tests.conftest import find, of_ranks, until
 
 import rankzero.train as rt
 from rankzero import Launcher, ResultError, WorkerFailedError, bounds
@@ -25,6 +26,7 @@ LINES = 100
 COUNT = 1000  # Reports of each thread
 PAGE = mmap.PAGESIZE // 512  # Blocks, of 512 bytes each
 PAUSE = 0.01
+WAIT = 60.0
 
 
 @pytest.fixture
@@ -53,6 +55,26 @@ def test_lines_of_a_quiet_rank_travel_together(launcher: Launcher, deliveries: l
     assert of_ranks(line for lines in deliveries for line in lines) == [f"line {number}" for number in range(LINES)]
     # The first comes at once, and the last ones with the end of the rank.
     assert len(deliveries) <= lasted / bounds.DELIVERY_INTERVAL + 3
+
+
+def test_a_cancel_behind_a_success_ends_the_delivery_of_its_lines(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Recorder.log
+    monkeypatch.setattr(Recorder, "log", lambda *given: (time.sleep(PAUSE * 20), log(*given))[1])
+
+    def train() -> None:
+        for _ in range(400):
+            os.write(1, (b"x" * 1023 + b"\n") * 256)
+
+    launcher = launcher.options(num_processes=1, run_id="much", stop_grace=WAIT * 10)
+    with ThreadPoolExecutor(1) as executor:
+        running = executor.submit(launcher.run, train)
+        handle = until(lambda: find(launcher), WAIT, "the run")
+        until(lambda: handle.status().result, WAIT, "its success")
+        handle.cancel()
+        assert running.result(WAIT) is None
+    assert any("log lines were dropped" in line for line in handle.logs())
 
 
 def test_a_checkpoint_overtakes_no_report(launcher: Launcher) -> None:

@@ -134,6 +134,21 @@ def test_directories_that_come_onto_the_search_path_between_two_runs_are_found(
 
 
 @pytest.mark.usefixtures("own_zygotes")
+def test_a_rank_that_is_killed_before_its_launch_is_replaced_and_any_number_starts(launcher: Launcher) -> None:
+    def world() -> str:
+        return os.environ["WORLD_SIZE"]
+
+    def ahead() -> list[psutil.Process]:
+        return [rank for zygote in zygotes_of() for rank in psutil.Process(zygote).children(recursive=True)[1:]]
+
+    launcher.run(world)
+    for size in (2, 3, 1):
+        until(lambda: len(ahead()) > 0, WAIT, "ranks that were forked ahead")
+        ahead()[0].kill()
+        assert launcher.options(num_processes=size).run(world) == str(size)
+
+
+@pytest.mark.usefixtures("own_zygotes")
 def test_mask_and_cores_are_those_of_now_and_not_of_the_first_run(launcher: Launcher) -> None:
     def look() -> list[Any]:
         return [os.umask(0), sorted(os.sched_getaffinity(0))]
