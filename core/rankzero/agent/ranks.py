@@ -199,7 +199,7 @@ def _start_worker(config: dict[str, Any] | None, stdio: tuple[int, int, int], de
             # Zygotes and agents outlive it by a handler.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             forks.forget()
-            worker.main(*arguments)
+            worker.main(*arguments, forks.set_environment)
 
         return forks.fork(main, env=os.environ, stdio=stdio, keep=descriptors)
     process = subprocess.Popen(
