@@ -19,6 +19,7 @@ lint: setup
 	.venv/bin/python scripts/check_prose.py
 	.venv/bin/python scripts/measure_house.py --check
 	.venv/bin/python scripts/check_api.py
+	.venv/bin/python scripts/reference.py --check
 
 types: setup
 	.venv/bin/mypy

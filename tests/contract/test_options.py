@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
@@ -18,6 +19,9 @@ def test_each_option_is_described_and_refuses_a_wrong_value_by_name(name: str) -
     assert TABLE[name].help.endswith(".")
     assert f"        {name}: {TABLE[name].help}\n" in str(Launcher.__doc__)
     assert getattr(Launcher(), name) == TABLE[name].default
+    # What the driver needs is in the job; the launcher turns the others into files and secrets.
+    apart = {"dataset", "env", "py_files", "restart_on", "store", "trackers", "working_dir"}
+    assert (name in apart) != (name in {field.name for field in fields(Job)})
     with pytest.raises(InvalidJobError, match=name):
         Launcher(**{name: object()})
 

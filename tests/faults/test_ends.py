@@ -62,12 +62,14 @@ def train(end: str, number: int) -> int:
     return attempt
 
 
-def by_launcher(launcher: Launcher, *args: Any) -> Any:
-    return launcher.options(max_restarts=1).run(train, *args)
+def by_launcher(launcher: Launcher, end: str, number: int) -> Any:
+    # Preemptions have a budget of their own.
+    budgets = {"max_restarts": int(end != "sigterm"), "max_preemptions": int(end == "sigterm")}
+    return launcher.options(**budgets).run(train, end, number)
 
 
 def by_restart_on(launcher: Launcher, *args: Any) -> Any:
-    return launcher.options(max_restarts=1, restart_on=SystemExit).run(train, *args)
+    return by_launcher(launcher.options(restart_on=SystemExit), *args)
 
 
 def by_ray(launcher: Launcher, end: str, number: int) -> Any:

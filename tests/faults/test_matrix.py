@@ -612,8 +612,9 @@ def refused(stage: Stage) -> None:
     """Without room nothing starts; with room it does."""
     stage.note_strike()
     fill(stage.store)
-    with pytest.raises(InvalidJobError, match="cannot be written"):
+    with pytest.raises(InvalidJobError) as refusal:
         stage.start()
+    assert refusal.value.code == "RZ-1008"
     stage.assert_in_time()
     (stage.store / "filler").unlink()
     stage.go()
