@@ -150,9 +150,9 @@ def is_idle_zygote(pid: int) -> bool:
 
 
 def waits_for_launch(pid: str) -> bool:
-    """Returns True for an agent that was forked ahead: a rank has no socket there, and its agent has an event loop."""
-    opened = {path.name: os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
-    return opened.get("0", "").startswith("socket:") and "anon_inode:[eventpoll]" not in opened.values()
+    """Returns True for an agent that was forked ahead: ranks have no socket there, and other agents poll."""
+    is_agent = os.readlink(f"/proc/{pid}/fd/0").startswith("socket:")
+    return is_agent and Path(f"/proc/{pid}/wchan").read_text().startswith("unix_stream")
 
 
 def wait_until_gone(marker: str, timeout: float = ORPHAN_TIMEOUT) -> list[int]:

@@ -74,7 +74,7 @@ def test_a_cancel_behind_a_success_ends_the_delivery_of_its_lines(
         until(lambda: handle.status().result, WAIT, "its success")
         handle.cancel()
         assert running.result(WAIT) is None
-    assert any("log lines were dropped" in line for line in handle.logs())
+    assert len(list(handle.logs())) < 400 * 256
 
 
 def test_a_checkpoint_overtakes_no_report(launcher: Launcher) -> None:
