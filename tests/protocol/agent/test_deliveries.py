@@ -9,10 +9,11 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import find, of_ranks, until
+from tests.conftest import find, is_alive, of_ranks, until
 
 import rankzero.train as rt
 from rankzero import Launcher, ResultError, WorkerFailedError, bounds
@@ -58,20 +59,21 @@ def test_lines_of_a_quiet_rank_travel_together(launcher: Launcher, deliveries: l
 
 
 def test_a_cancel_behind_a_success_ends_the_delivery_of_its_lines(
-    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    log = Recorder.log
+    log, rank = Recorder.log, tmp_path / "rank"
     monkeypatch.setattr(Recorder, "log", lambda *given: (time.sleep(PAUSE * 20), log(*given))[1])
 
-    def train() -> None:
+    def train(note: str) -> None:
+        Path(note).write_text(str(os.getpid()))
         for _ in range(400):
             os.write(1, (b"x" * 1023 + b"\n") * 256)
 
     launcher = launcher.options(num_processes=1, run_id="much", stop_grace=WAIT * 10)
     with ThreadPoolExecutor(1) as executor:
-        running = executor.submit(launcher.run, train)
+        running = executor.submit(launcher.run, train, str(rank))
         handle = until(lambda: find(launcher), WAIT, "the run")
-        until(lambda: handle.status().result, WAIT, "its success")
+        until(lambda: handle.status().result and not is_alive(int(rank.read_text())), WAIT, "the rank's end")
         handle.cancel()
         assert running.result(WAIT) is None
     assert len(list(handle.logs())) < 400 * 256
