@@ -49,13 +49,13 @@ class Agent:
 
     def __init__(self, config: dict[str, Any], ahead: Sequence[Rank]) -> None:
         """Starts the workers that were not forked ahead: there must be neither a running loop nor a thread yet."""
-        self._config, self._began = config, time.time()
-        self._scratch: str = config["scratch"]
+        self._config, self._scratch, self._began = config, config["scratch"], time.time()
         processes.become_subreaper()
         gone = {pid for pid, _ in processes.ended_children()}
         ready = {rank.local_rank: rank for rank in ahead if rank.pid not in gone}
-        self._ranks = [ready.get(number) or Rank(number, config) for number in range(config["workers"])]
-        for spare in ahead[len(self._ranks) :]:
+        numbers = range(config["workers"])
+        self._ranks = [ready.pop(number) if number in ready else Rank(number, config) for number in numbers]
+        for spare in ready.values():
             spare.kill(signal.SIGKILL)
         self._connection: Connection | None = None
         self._caller = pidfd_of(config["caller"]) if config.get("caller") else None
