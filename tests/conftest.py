@@ -159,8 +159,9 @@ def wait_until_gone(marker: str, timeout: float = ORPHAN_TIMEOUT) -> list[int]:
     """Returns the processes with the marker that are left after ``timeout`` seconds; empty if all have ended."""
     deadline = time.monotonic() + timeout
     while (left := processes_with(marker)) and time.monotonic() < deadline:
-        # To read the environment of every process costs as much as this test may have to wait.
-        while any(map(is_alive, left)) and time.monotonic() < deadline:
+        # To read the environment of every process costs as much as this test may have to wait. A zygote becomes idle.
+        again = min(deadline, time.monotonic() + 1.0)
+        while any(map(is_alive, left)) and time.monotonic() < again:
             time.sleep(LOOK)
     return left
 
@@ -186,10 +187,11 @@ def describe(pid: int) -> str:
 
 
 @pytest.fixture
-def own_zygotes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lets each process start its own zygotes, as for users: for tests of what becomes of them."""
+def own_zygotes(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Lets each process start its own zygotes, as for users; returns the address of what forks the suite's."""
+    address = os.environ[hold.SHARED]
     monkeypatch.delenv(hold.SHARED)
-    yield
+    yield address
     # Their environment is that of the launch that started them.
     idle, _ = hold._kept()
     while idle:

@@ -17,11 +17,13 @@ TOGETHER = {
     "tests/contract/data/test_materialization_faults.py": "one JVM",
     "tests/contract/data/test_paths.py": "one JVM",
     "tests/contract/data/test_row_types.py": "one JVM",
+    "tests/dagster/test_dagster_asset.py": "one JVM",
     "tests/contract/engines/test_spark.py": "another JVM",
     "tests/contract/engines/test_bare_executors.py": "another JVM",
     "tests/contract/engines/test_resources.py": "another JVM",
     "tests/contract/launch_counts/test_launch_cost.py": "another JVM",
     "tests/doors/compat/test_ray_train.py": "another JVM",
+    "tests/doors/compat/test_ray_train_lightning.py": "another JVM",
     "tests/doors/compat/test_torch_distributor.py": "another JVM",
     "tests/doors/compat/horovod/test_hvd_doors.py": "another JVM",
 }

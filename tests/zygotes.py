@@ -72,7 +72,8 @@ def can_share(connection: socket.socket) -> bool:
         with open(f"/proc/{pid}/cmdline") as file:
             folder, name = os.path.split(os.path.join(f"/proc/{pid}/cwd", file.read().partition("\0")[0]))
         # A process of xdist shows a title instead.
-        is_same = not name.startswith("python") or os.path.samefile(folder, os.path.dirname(sys.executable))
+        is_python = re.fullmatch(r"python[\d.]*", name)
+        is_same = not is_python or os.path.samefile(folder, os.path.dirname(sys.executable))
     except OSError:
         return False
     return is_same and spaces[0] == spaces[1]

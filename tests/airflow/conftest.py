@@ -6,8 +6,6 @@ other rooms' tests never import it.
 
 import os
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -58,7 +56,10 @@ def airflows_signal_handlers(same_signal_handlers: None) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def airflow_home() -> Path:
     """An initialized metadata database."""
-    subprocess.run([sys.executable, "-m", "airflow", "db", "migrate"], check=True, capture_output=True)
+    from airflow.utils.db import upgradedb
+
+    # As ``airflow db migrate``, whose process would import Airflow once more.
+    upgradedb()
     return Path(HOME)
 
 

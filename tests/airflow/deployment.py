@@ -57,7 +57,7 @@ class Deployment:
         self.postgres = Postgres(programs) if programs else None
         self._env = self._environment()
         try:
-            self.command("db", "migrate")
+            subprocess.run([sys.executable, "-m", "airflow", "db", "migrate"], env=self._env, cwd=ROOT, check=True)
             for name in COMPONENTS:
                 command, log = (sys.executable, "-m", "airflow", name), home / f"{name}.log"
                 self._components[name] = servers.start(*command, log=log, env=self._env, cwd=ROOT)
@@ -113,13 +113,9 @@ class Deployment:
     # -- its REST API --------------------------------------------------------------------------
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """One request; the answer's JSON."""
+        """One request; the answer's JSON, or None."""
         with self._open(method, path, body) as answer:
-            return json.load(answer)
-
-    def command(self, *words: str) -> None:
-        """Runs ``airflow`` with words, as an administrator does."""
-        subprocess.run([sys.executable, "-m", "airflow", *words], env=self._env, cwd=ROOT, check=True)
+            return json.loads(answer.read() or "null")
 
     def _open(self, method: str, path: str, body: dict[str, Any] | None = None) -> HTTPResponse:
         request = urllib.request.Request(

@@ -76,7 +76,7 @@ def test_copies_of_a_launcher_are_equal() -> None:
     [
         (lambda: Launcher(engine="local"), "engine is 'local'; give LocalEngine"),
         (lambda: SparkEngine("sc://host"), r"give SparkConnectEngine\('sc://host'\)"),
-        (lambda: SparkEngine("sc://host/;token=secret1"), r"give SparkConnectEngine\('sc://host/;\.\.\.'\)"),
+        (lambda: SparkEngine("sc://me:secret1@h/;token=secret1"), r"Engine\('sc://me:\*\*\*@h/;\.\.\.'\)"),
         (lambda: SparkEngine("spark//host;token=secret1"), r"master is 'spark//host;\.\.\.'; use local"),
         (lambda: SparkEngine("spark://host"), r"use .*spark://host:port"),
         (lambda: SparkEngine(object()), "master is '<object object"),

@@ -1,8 +1,8 @@
 """Sharded states: each rank stores its part like any value, and a world of any size fills its DTensors from the parts.
 
-A DTensor (FSDP2, tensor parallelism) names its piece as it does for ``torch.distributed.checkpoint``. No rank waits for
-another one, and a training may end its process groups while a checkpoint is written. A rank reads its own part first,
-which has all pieces that it needs if neither world nor mesh have changed, and else those of other ranks.
+A DTensor (FSDP2, tensor parallelism) names its piece as it does for ``torch.distributed.checkpoint``, whose files have
+one value for each name: of what ranks have of their own (random states, pipeline stages) they keep that of any rank.
+No rank waits for another one. A rank reads its own part first, and those of others if the world or mesh have changed.
 """
 
 from __future__ import annotations

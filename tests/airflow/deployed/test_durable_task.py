@@ -112,7 +112,7 @@ def test_deleting_a_dag_ends_a_training_that_waits_for_its_retry(airflow: Deploy
     training = start(airflow, "forgotten", tmp_path)
     await_retry(training)
     run = training.run
-    airflow.command("dags", "delete", "--yes", "forgotten")
+    airflow.call("DELETE", "/api/v2/dags/forgotten")
     wait_until(lambda: run.status().final, RUN_TIMEOUT, "the end of the run")
     assert "on request: Airflow has deleted the task" in str(run.status().error)
     wait_until(lambda: not processes_with(training.marker), STOP_TIMEOUT, "the end of the ranks")

@@ -48,7 +48,7 @@ def test_a_dataset_that_fits_is_shuffled_as_a_whole() -> None:
 @pytest.mark.parametrize(
     ("groups", "drawn"),
     [([100] * 4000, 40), ([100] * 33, 16), ([1000] * 400, 8), ([100] * 1000 + [20_000], 33), ([20_000, 99_999], 1)],
-    ids=str,
+    ids=["many", "few", "larger", "one large", "huge"],
 )
 def test_a_larger_one_is_shuffled_within_windows_that_draw_from_many_groups_and_have_a_size(
     groups: list[int], drawn: int, monkeypatch: pytest.MonkeyPatch

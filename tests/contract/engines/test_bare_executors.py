@@ -12,42 +12,25 @@ from tests.services import spark_session, start_own_jvm
 from rankzero import Launcher, SparkEngine
 
 
-@pytest.fixture(scope="module")
-def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Python with torch, what torch itself needs, and numpy, by which torch sends objects between ranks."""
-    return python_with(tmp_path_factory.mktemp("bare") / "venv", TORCH)
-
-
-@pytest.fixture(scope="module")
-def bare(bare_python: str) -> Iterator[SparkEngine]:
-    """A session of this process on two executors with that Python."""
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SparkEngine]:
+    """A session of this process on two executors with torch, what torch itself needs, and numpy, by which torch sends
+    objects between ranks."""
     # The environment of the JVM stays that of the suite.
     start_own_jvm()
-    before = {name: os.environ.pop(name, None) for name in ("PYTHONPATH", "PYSPARK_PYTHON")}
-    os.environ["PYSPARK_PYTHON"] = bare_python
-    try:
-        with spark_session("local-cluster[2,1,1024]", **{"spark.executorEnv.PYTHONPATH": ""}) as session:
-            yield SparkEngine(session=session)
-    finally:
-        os.environ.update({name: value for name, value in before.items() if value is not None})
-        if before["PYSPARK_PYTHON"] is None:
-            del os.environ["PYSPARK_PYTHON"]
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setenv("PYSPARK_PYTHON", python_with(tmp_path / "venv", TORCH))
+    with spark_session("local-cluster[2,1,1024]", **{"spark.executorEnv.PYTHONPATH": ""}) as session:
+        yield SparkEngine(session=session)
 
 
-@pytest.fixture
-def on_bare(launcher: Launcher, bare: SparkEngine) -> Launcher:
-    return launcher.options(engine=bare)
-
-
-def test_nothing_but_torch_is_installed_there(on_bare: Launcher, bare_python: str) -> None:
+def test_nothing_but_torch_is_installed_there(launcher: Launcher, bare: SparkEngine, tmp_path: Path) -> None:
+    on_bare = launcher.options(engine=bare)
     found = on_bare.run(what_is_there)
-    assert found["python"] == bare_python
+    assert found["python"] == os.environ["PYSPARK_PYTHON"]
     # These two travel; what else is found would hide that something is needed.
     assert set(found["found"]) <= {"rankzero", "cloudpickle"}
     assert "rankzero.zip" in found["rankzero"]
-
-
-def test_a_script_and_its_module(on_bare: Launcher, tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("VALUE = 42\n")
     script = tmp_path / "train.py"
     script.write_text(

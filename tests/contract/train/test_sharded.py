@@ -38,7 +38,7 @@ def checkpoint_of(directory: str) -> Any:
 
 
 def make_state(*, filled: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A model of FSDP2 and its optimizer, after a step or as new, as a state; and more. Then what is to be in it."""
+    """A model of FSDP2, its optimizer and more, after a step or as new, as a state. Then what is to be in it."""
     import torch
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -58,11 +58,11 @@ def make_state(*, filled: bool) -> tuple[dict[str, Any], dict[str, Any]]:
             parameter.grad = parameter.detach().clone()
         optimizer.step()
     states = get_state_dict(model, optimizer)
-    whole = torch.arange(11.0) if filled else torch.zeros(11)
+    whole = torch.arange(22.0).reshape(11, 2) if filled else torch.zeros(11, 2)
     state = {
         "model": states[0],
         "optimizer": states[1],
-        "more": [distribute_tensor(whole, mesh, [placement]) for placement in (Shard(0), Replicate())],
+        "more": [distribute_tensor(whole, mesh, [one]) for one in (Shard(0), Replicate(), Shard(1))],
         "plain": torch.ones(2) * filled,
         "epoch": 3 if filled else 0,
         "rank": dist.get_rank(),
@@ -149,18 +149,18 @@ def test_a_state_to_be_filled_that_lacks_something_is_refused(
         import torch
 
         checkpoint = checkpoint_of(directory)
-        partial = checkpoint.load(into={"more": [torch.zeros(11), torch.zeros(shape)]})
+        partial = checkpoint.load(into={"more": [*torch.zeros(2, 11, 2), torch.zeros(11, shape)]})
         try:
             checkpoint.load(into={"model": {}})
         except ResultError as error:
             return [sorted(partial), str(error)]
 
-    more, error = launcher.options(num_processes=1).run(read_less, 11)
+    more, error = launcher.options(num_processes=1).run(read_less, 2)
     # What is left out at the top is not read if it is sharded.
     assert more == ["epoch", "more", "plain", "rank"]
     assert "'model.0.weight' has the shape [7, 5] in the checkpoint, and None in the state" in error
-    with pytest.raises(ResultError, match=r"'more.1' has the shape \[11\] in the checkpoint, and \[12\]"):
-        launcher.options(num_processes=1).run(read_less, 12)
+    with pytest.raises(ResultError, match=r"'more.2' has the shape \[11, 2\] in the checkpoint, and \[11, 3\]"):
+        launcher.options(num_processes=1).run(read_less, 3)
 
 
 def test_a_whole_checkpoint_fills_shards(launcher: Launcher) -> None:
@@ -206,7 +206,7 @@ def test_a_sharded_state_passes_through_the_driver_where_the_store_is_out_of_rea
         raise RetryableError("again")
 
     launcher = launcher.options(store="memory://bucket/sharded", run_id="far", max_restarts=1)
-    assert launcher.run(train) == [3, [float(number) for number in range(11)]]
+    assert launcher.run(train) == [3, torch.arange(22.0).reshape(11, 2).tolist()]
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.soak), 3])

@@ -124,6 +124,14 @@ def test_ranks_of_a_removed_run_write_nothing_into_the_new_one(
     assert [manifest.index for manifest in new.checkpoints()] == [0, 1]
 
 
+@pytest.mark.parametrize("place", ["{}/run", "memory://removed{}/run"])
+def test_a_driver_that_ends_late_finds_that_its_run_was_removed(tmp_path: Path, place: str) -> None:
+    own = submitted(place.format(tmp_path))
+    store.remove(own.run.directory)
+    with pytest.raises(FileNotFoundError):
+        own.finish(RunStatus(state="succeeded"))
+
+
 def _removes(directory: Path) -> bool:
     """Removes a directory into which processes still write; True if something is left."""
     shutil.rmtree(directory, ignore_errors=True)
