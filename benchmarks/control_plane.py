@@ -21,8 +21,7 @@ from measure import Report
 
 from rankzero import Launcher, LocalEngine
 from rankzero.channel import messages
-from rankzero.channel.client import Driver
-from rankzero.channel.connection import Connection
+from rankzero.channel.connection import Connection, Driver
 from rankzero.engines.base import AgentConfig, AgentGroup, EngineSession, OnEnd
 from rankzero.errors import EngineError, RankZeroError
 from rankzero.job import Job

@@ -17,8 +17,7 @@ from measure import Report, timed
 
 from rankzero import Launcher
 from rankzero.channel import messages
-from rankzero.channel.client import Driver
-from rankzero.channel.connection import new_secret
+from rankzero.channel.connection import Driver, new_secret
 from rankzero.channel.server import Server
 from rankzero.channel.tls import make_identity
 from rankzero.host.network import listen

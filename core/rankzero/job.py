@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import secrets
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rankzero.bounds import EXIT_TIMEOUT, STOP_GRACE
@@ -126,10 +125,6 @@ class Job:
     created: float = field(default_factory=time.time)
     format: int = FORMAT
 
-    def encrypts(self, *, by_default: bool) -> bool:
-        """Returns True if connections between agents and driver are encrypted; ``by_default`` applies to None."""
-        return by_default if self.encrypt is None else self.encrypt
-
     @property
     def num_tasks(self) -> int:
         """Number of tasks; for an elastic job the largest."""
@@ -146,23 +141,10 @@ class Job:
         return self.least_processes // self.processes_per_task
 
     @property
-    def world_size(self) -> WorldSize:
-        """The world size that `Launcher` was given, or the one that ``"auto"`` was resolved to."""
-        return self.num_processes if self.min_processes is None else (self.min_processes, self.num_processes)
-
-    @property
     def world(self) -> str:
         """The world size as text: ``4`` or ``2 to 8``."""
-        size = self.world_size
-        return "{} to {}".format(*size) if isinstance(size, tuple) else str(size)
-
-    def sized(self, num_tasks: int) -> Job:
-        """Returns the job of an attempt with the given number of tasks."""
-        return dataclasses.replace(self, num_processes=num_tasks * self.processes_per_task, min_processes=None)
-
-    def resolved_backend(self) -> str | None:
-        """Returns the backend; for ``"auto"``, nccl with GPUs and else gloo."""
-        return ("nccl" if self.use_gpu else "gloo") if self.backend == "auto" else self.backend
+        least = "" if self.min_processes is None else f"{self.min_processes} to "
+        return f"{least}{self.num_processes}"
 
     def to_json(self) -> bytes:
         """Returns the job as JSON, for `from_json`."""
@@ -179,7 +161,7 @@ class Job:
                     f"the job has format {facts.get('format')}, and this version of rankzero reads format {FORMAT}: "
                     "use the version that submitted the run"
                 )
-            known = {field.name for field in dataclasses.fields(Job)}
+            known = {field.name for field in fields(Job)}
             # A live run of a later version may have further fields.
             return Job(**{name: value for name, value in facts.items() if name in known})
         except (AttributeError, TypeError, ValueError) as error:

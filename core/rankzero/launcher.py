@@ -19,7 +19,6 @@ from rankzero.options import HELP, TABLE, Options
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from rankzero.engines.base import Engine
     from rankzero.kinds import WorldSize
     from rankzero.run.handle import RunHandle
     from rankzero.run.tries import PipelineTry
@@ -178,25 +177,25 @@ class Launcher(Options):
         given = [method() for name in methods if callable(method := getattr(train, name, None))]
         return self.options(**{name: value for options in given for name, value in options.items()}) if given else self
 
-    def _world(self) -> WorldSize:
-        if isinstance(self.num_processes, (int, tuple)):
-            return self.num_processes
-        found = self._engine().num_processes(self.processes_per_task, use_gpu=self.use_gpu)
-        if found is None:
-            raise InvalidJobError(
-                'num_processes="auto" needs an engine that says how many places it has (LocalEngine(), local[N], '
-                "spark.executor.instances): give a number, or the smallest and the largest, such as (2, 8)"
-            )
-        return found
-
     def _request(self) -> Request:
+        from rankzero.engines.local import LocalEngine
         from rankzero.report.summary import prices_from_environment
         from rankzero.submit import datasets
         from rankzero.submit.code_files import UserCode
         from rankzero.submit.pack import pack_trackers
         from rankzero.submit.start import Request
 
-        world = self._world()
+        engine = LocalEngine() if self.engine is None else self.engine
+        world: WorldSize | None
+        if isinstance(self.num_processes, (int, tuple)):
+            world = self.num_processes
+        else:
+            world = engine.num_processes(self.processes_per_task, use_gpu=self.use_gpu)
+        if world is None:
+            raise InvalidJobError(
+                'num_processes="auto" needs an engine that says how many places it has (LocalEngine(), local[N], '
+                "spark.executor.instances): give a number, or the smallest and the largest, such as (2, 8)"
+            )
         least, most = world_bounds(world)
         own = {each.name: getattr(self, each.name) for each in fields(Job) if each.name in TABLE}
         env = dict(self.env or {})
@@ -211,10 +210,9 @@ class Launcher(Options):
             "labels": dict(self.labels or {}),
             "engine": {},
         }
-        engine = self._engine()
         return Request(
             engine,
-            self._root(),
+            store.normalize(store.root_of(self.store)),
             Job(name="", prices=prices_from_environment(), **{**own, **decided}),
             self.num_processes,
             env,
@@ -223,14 +221,6 @@ class Launcher(Options):
             code=UserCode(self.working_dir, self.py_files),
             trackers=pack_trackers(self.trackers, engine),
         )
-
-    def _engine(self) -> Engine:
-        from rankzero.engines.local import LocalEngine
-
-        return LocalEngine() if self.engine is None else self.engine
-
-    def _root(self) -> str:
-        return store.normalize(store.root_of(self.store))
 
 
 def open_run(
@@ -265,7 +255,7 @@ def open_run(
     from rankzero.submit import durable
 
     if caller is None:
-        return durable.open_owned(launcher._for(train)._request(), train, args, kwargs)
+        return durable.opened(launcher._for(train)._request(), train, args, kwargs, owned=True)
     if launcher.run_id is None:
         raise InvalidJobError("a step finds its run by the run_id: give Launcher(run_id=...)")
     if launcher.store is not None and not store.is_absolute(launcher.store):
@@ -288,7 +278,7 @@ def follow_run(
 
     ``on_line`` is called with each line of a rank, which begins with its ``[rank]``, and the run's name; None prints.
     """
-    from rankzero.run.printing import in_notebook, print_line
+    from rankzero.run.lines import in_notebook, print_line
 
     with contextlib.ExitStack() as around:
         handles: list[RunHandle[Any]] = []

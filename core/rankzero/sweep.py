@@ -12,9 +12,9 @@ from typing import Any
 
 from rankzero.errors import InvalidJobError, ResultError, RunCancelledError
 from rankzero.run.handle import RunHandle
-from rankzero.run.printing import print_line
+from rankzero.run.lines import print_line
 from rankzero.run.reports import is_number
-from rankzero.submit.pack_content import Contents
+from rankzero.submit.pack import Contents
 from rankzero.values.ref import ResultRef
 
 __all__ = ["Sweep", "Trial"]

@@ -21,7 +21,7 @@ _Entries = dict[str, Any]  # Dagster shows plain values as they are
 METRIC_PREFIX = "metric/"
 """Prefix of metrics' names, so that a metric cannot replace another entry."""
 
-RESULT_ENTRIES = frozenset({"format", "size", "sha256"})
+RESULT_ENTRIES = frozenset({"format", "size", "sha256", "sha256-4m"})
 """Names of the entries of `describe_result` other than metrics."""
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from rankzero import Launcher, WorkerFailedError, advice
+from rankzero import Launcher, WorkerFailedError, errors
 
 TEXTS = [
     ("ModuleNotFoundError: No module named 'horovod'", "rankzero.compat.horovod"),
@@ -42,7 +43,7 @@ TEXTS = [
 
 @pytest.mark.parametrize(("text", "words"), TEXTS)
 def test_a_known_text_has_its_advice(text: str, words: str) -> None:
-    found = advice.known(text)
+    found = errors.known(text)
     assert found
     assert found[0] in text
     assert words in found[1]
@@ -50,12 +51,12 @@ def test_a_known_text_has_its_advice(text: str, words: str) -> None:
 
 
 def test_every_row_of_the_table_is_the_first_for_some_text() -> None:
-    found = {next(pattern for pattern, _ in advice.TABLE if advice.re.search(pattern, text)) for text, _ in TEXTS}
-    assert found == {pattern for pattern, _ in advice.TABLE}
+    found = {next(pattern for pattern, _ in errors.KNOWN_TEXTS if re.search(pattern, text)) for text, _ in TEXTS}
+    assert found == {pattern for pattern, _ in errors.KNOWN_TEXTS}
 
 
 def test_a_text_that_is_not_known_is_unchanged() -> None:
-    assert advice.advised("ValueError: no more batches.") == "ValueError: no more batches."
+    assert errors.advised("ValueError: no more batches.") == "ValueError: no more batches."
 
 
 FULL = """

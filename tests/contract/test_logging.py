@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rankzero.run.printing import print_line
+from rankzero.run.lines import print_line
 
 LINES = ["[0] loss 0.3", "[1] WARNING:root:the learning rate is high", "[1] ERROR: no such file"]
 

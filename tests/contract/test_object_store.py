@@ -14,7 +14,7 @@ from rankzero import Launcher, ResultError, ResultRef, RunHandle, store
 from rankzero.channel.connection import Connection
 from rankzero.channel.server import Server
 from rankzero.pipeline import open_run
-from rankzero.submit.drivers import start_driver
+from rankzero.submit.durable import start_driver
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_a_cancel_does_not_wait_for_the_drivers_next_look_at_the_store(
         return process
 
     # Not by an environment of its own, which would need a zygote of its own.
-    monkeypatch.setattr("rankzero.submit.drivers.DriverProcess", that_does_not_look)
+    monkeypatch.setattr("rankzero.submit.durable.DriverProcess", that_does_not_look)
     handle = launcher.options(store=f"{bucket}/far", num_processes=1).submit(endless)
     until(lambda: handle.status().state == "running", 60, "a rank")
     handle.cancel()

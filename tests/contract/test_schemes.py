@@ -129,7 +129,7 @@ def test_a_mount_that_cannot_append_is_refused_before_anything_starts(
             raise OSError(95, "Operation not supported")
         return real(path, mode, *args, **options)
 
-    monkeypatch.setattr("rankzero.store.proof.open", open_, raising=False)
+    monkeypatch.setattr("rankzero.store.upkeep.open", open_, raising=False)
     with pytest.raises(InvalidJobError, match="append to files.* give the bucket's URL"):
         launcher.submit(print)
     assert os.listdir(str(launcher.store)) == []

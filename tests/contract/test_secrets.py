@@ -13,7 +13,7 @@ from tests.conftest import until
 
 from rankzero import Launcher, RunHandle, WorkerFailedError
 from rankzero.masking import Mask, secrets_of
-from rankzero.submit import drivers
+from rankzero.submit import durable
 
 # Not in this source, which is shipped with the run.
 SECRET = "-".join(["hunter2", "of", "the", "user"])
@@ -96,7 +96,7 @@ def test_a_submitter_that_dies_before_its_driver_starts(
     def die(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(drivers, "DriverProcess", die)
+    monkeypatch.setattr(durable, "DriverProcess", die)
     with pytest.raises(KeyboardInterrupt):
         secretive.submit(is_there)
     assert files_with_the_secret(secretive.store) == []

@@ -76,7 +76,7 @@ def test_links_to_directories_stay_and_are_named(
     there = ["linked.yaml", "models.py", "run.sh", "settings.yaml"]
     assert [name for name in found["here"] if "__pycache__" not in name] == there
     (line,) = (line for line in caplog.messages if "do not travel" in line)
-    assert line.startswith("working_dir/caf\\xe9.txt, working_dir/elsewhere, working_dir/id_rsa do not travel")
+    assert line.startswith("'working_dir/caf\\udce9.txt, working_dir/elsewhere, working_dir/id_rsa' do not travel")
 
 
 def use_files() -> list[str]:

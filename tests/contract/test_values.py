@@ -18,7 +18,7 @@ from tests.runs import folder_of
 
 from rankzero import InvalidJobError, Launcher, ResultError, ResultRef
 from rankzero.submit import pack
-from rankzero.submit.pack_content import Contents
+from rankzero.submit.pack import Contents
 from rankzero.values import formats
 from rankzero.values.pickled import LARGE, open_packed
 from rankzero.values.plain import is_json

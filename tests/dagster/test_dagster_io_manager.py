@@ -22,7 +22,7 @@ from upath import UPath
 from dagster_rankzero import RankZeroIOManager, TorchDistributorResource, torch_asset
 from rankzero import ResultRef
 from rankzero.pipeline import store as storage
-from rankzero.store.leftovers import UNFINISHED_AFTER
+from rankzero.store.upkeep import UNFINISHED_AFTER
 
 
 class Point:

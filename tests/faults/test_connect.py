@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -106,17 +105,6 @@ def test_a_run_goes_on_when_every_process_of_its_client_is_killed(
     until((store / "run" / "report.html").exists, WAIT, "the report, which the driver there writes")
 
 
-@pytest.mark.soak
-def test_a_stage_whose_driver_cannot_listen_is_driven_by_its_submitter(on_connect: Launcher) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        handle = on_connect.options(ports=(port, port)).submit(float, "0.5")
-        with pytest.raises(EngineError, match="none of the ports"):
-            # The driver of the submitter, which is on the same host, cannot listen either.
-            handle.result(WAIT)
-    assert any("driven from this host, not in its stage: the driver of the run" in line for line in handle.logs(0))
-
-
 def test_a_run_in_its_stage_is_cancelled(on_connect: Launcher, tmp_path: Path) -> None:
     handle = on_connect.submit(train, str(tmp_path), str(tmp_path / "never"))
     await_ranks(tmp_path)
@@ -124,6 +112,29 @@ def test_a_run_in_its_stage_is_cancelled(on_connect: Launcher, tmp_path: Path) -
     handle.cancel()
     with pytest.raises(RunCancelledError):
         handle.result(WAIT)
+
+
+def test_a_client_that_is_killed_before_its_stage_has_begun_is_noticed(on_connect: Launcher, tmp_path: Path) -> None:
+    busy = on_connect.options(num_processes=3, run_id="busy").submit(train, str(tmp_path), str(tmp_path / "never"))
+    await_ranks(tmp_path)
+    handle = RunHandle[Any].attach(on_connect.options(start_timeout=2 * WAIT).submit(float, "0.5").directory)
+    os.kill(until(lambda: handle.status().driver_pid, WAIT, "the client") or 0, signal.SIGKILL)
+    with pytest.raises(EngineError, match="died without ending the run"):
+        handle.result(WAIT)
+    busy.cancel()
+
+
+@pytest.mark.soak
+def test_the_client_of_a_server_that_died_exits(launcher: Launcher, tmp_path: Path) -> None:
+    with connect_server(tmp_path) as server:
+        on_it = launcher.options(engine=SparkConnectEngine(server.url))
+        handle = on_it.submit(train, str(tmp_path), str(tmp_path / "never"))
+        await_ranks(tmp_path)
+        driver_of(handle)
+        (client,) = [child for child in psutil.Process().children() if handle.directory in child.cmdline()]
+        server.process.kill()
+        client.wait(WAIT)
+    assert handle.status().state == "failed"
 
 
 @pytest.mark.soak

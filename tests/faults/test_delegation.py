@@ -214,7 +214,8 @@ def test_the_error_of_a_stage_without_a_driver_counts_as_that_of_the_first_attem
     request = launcher.options(num_processes=1, max_restarts=restarts, engine=LocalEngine())._request()
     submitter = Submitter(request, lambda: "done", (), {}, detached=False)
     submitter.submit()
-    own = submitter.submission
+    own = submitter.own
+    assert own
     assert own.claim_driver()
     driver = Driver(own, request.engine, dict(request.env), leased=True)
 

@@ -101,10 +101,10 @@ def test_the_last_follower_is_not_waited_for(single: Launcher, tmp_path: Path) -
 DYING = """
 import os, signal, sys
 from rankzero import Launcher
-from rankzero.submit import drivers
+from rankzero.submit import durable
 from tests.faults.test_durability import count_and_wait
 
-drivers.start_driver = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+durable.start_driver = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 Launcher(store=sys.argv[2], run_id="one").submit(count_and_wait, sys.argv[1])
 """
 

@@ -17,9 +17,9 @@ from rankzero import Launcher, LocalEngine, RunHandle, RunNotFoundError
 @pytest.mark.parametrize(
     ("file", "step", "is_apart"),
     [
-        ("rankzero/submit/drivers.py", 1, False),
+        ("rankzero/submit/durable.py", 1, False),
         ("rankzero/submit/start.py", 3, False),
-        pytest.param("rankzero/submit/drivers.py", 3, True, marks=pytest.mark.soak),
+        pytest.param("rankzero/submit/durable.py", 3, True, marks=pytest.mark.soak),
         pytest.param("", 20, False, marks=pytest.mark.soak),
     ],
 )

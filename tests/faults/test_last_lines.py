@@ -15,7 +15,7 @@ from rankzero.driver import recorder as recorders
 from rankzero.driver.recorder import Recorder
 from rankzero.masking import Mask
 from rankzero.run.directory import LINES, Submission
-from rankzero.run.growing import Stream
+from rankzero.run.lines import Stream
 
 WAIT = 60.0
 

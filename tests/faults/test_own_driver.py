@@ -135,7 +135,7 @@ def test_a_forked_child_that_leaves_run_ends_no_training(launcher: Launcher, tmp
     request = launcher.options(run_id="run", engine=engine)._request()
     parent = os.getpid()
     try:
-        with durable.open_owned(request, wait_for, (str(tmp_path / "go"),), {}) as handle:
+        with durable.opened(request, wait_for, (str(tmp_path / "go"),), {}, owned=True) as handle:
             until(lambda: handle.status().state == "running", WAIT, "the training")
             if not (child := os.fork()):
                 raise SystemExit

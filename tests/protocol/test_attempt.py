@@ -13,8 +13,7 @@ import pytest
 
 from rankzero import EngineError, Launcher, LocalEngine, RankZeroError, RunCancelledError, RunHandle, WorkerFailedError
 from rankzero.channel import messages
-from rankzero.channel.client import Driver
-from rankzero.channel.connection import Connection
+from rankzero.channel.connection import Connection, Driver
 from rankzero.channel.messages import Bye, End, Failed, Finished, Join, Message, Reached, Stop
 from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd
 from rankzero.engines.local import LocalSession

@@ -5,9 +5,9 @@ import pytest
 from rankzero import InvalidJobError, Launcher, bounds
 from rankzero.agent import supervise
 from rankzero.channel import connection, server
-from rankzero.driver import attempt, hangs, places, storage, watch
+from rankzero.driver import attempt, places, storage, watch
 from rankzero.run import directory, tries
-from rankzero.store import leftovers
+from rankzero.store import upkeep
 from rankzero.submit import durable
 
 
@@ -49,11 +49,11 @@ def test_a_driver_is_replaced_only_after_its_agents_have_given_it_up() -> None:
 
 
 def test_ranks_in_a_collective_without_the_others_are_named_before_they_count_as_hung() -> None:
-    assert hangs.RETURNED_NOTICE() < hangs.RETURNED_HANG()
+    assert watch.RETURNED_NOTICE() < watch.RETURNED_HANG()
 
 
 def test_a_temporary_file_of_a_store_that_is_out_for_a_while_does_not_count_as_left() -> None:
-    assert bounds.STORE_OUTAGE() < leftovers.UNFINISHED_AFTER()
+    assert bounds.STORE_OUTAGE() < upkeep.UNFINISHED_AFTER()
 
 
 def test_the_driver_waits_longer_for_an_agent_than_the_agent_delivers_its_last_lines() -> None:
@@ -73,7 +73,7 @@ def test_who_cancels_a_run_waits_longer_than_its_driver_takes_to_record_its_end(
 
 
 def test_a_rank_waits_for_its_checkpoints_as_long_as_the_driver_tries_to_store_them() -> None:
-    assert storage.CHECKPOINT_RETRY_TIMEOUT() < bounds.CHECKPOINT_COMMIT_TIMEOUT() < leftovers.UNFINISHED_AFTER()
+    assert storage.CHECKPOINT_RETRY_TIMEOUT() < bounds.CHECKPOINT_COMMIT_TIMEOUT() < upkeep.UNFINISHED_AFTER()
 
 
 def test_a_lease_outlasts_the_renewals_that_its_follower_may_miss() -> None:

@@ -9,10 +9,11 @@ from tests.runs import job
 
 from rankzero import errors
 from rankzero.channel.messages import Failed, Stack
-from rankzero.driver import ending, policy
+from rankzero.driver import attempt, ending
+from rankzero.driver.agents import order_tasks
 from rankzero.driver.ending import Facts, Failure
-from rankzero.driver.hangs import HangWatch
-from rankzero.driver.policy import GROWTH_TIMEOUT
+from rankzero.driver.places import GROWTH_TIMEOUT, tasks_to_start, waiting_message
+from rankzero.driver.watch import HangWatch
 from rankzero.run import observer
 from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.status import RunStatus
@@ -39,7 +40,7 @@ def test_equal_failures_are_grouped_and_consequences_are_marked() -> None:
     [([3], "rank 3"), ([0, 1], "ranks 0, 1"), ([5, 1, 2, 3], "ranks 1-3, 5"), (range(64), "ranks 0-63")],
 )
 def test_ranks_are_named_in_runs(ranks: list[int], name: str) -> None:
-    assert policy.name_ranks(ranks) == name
+    assert ending.name_ranks(ranks) == name
 
 
 def test_the_message_leads_with_rank_host_and_cause() -> None:
@@ -85,7 +86,7 @@ def test_what_a_restart_is_decided_by(failure: Failure, cause: str | None) -> No
 def test_restarts_and_preemptions_have_budgets_of_their_own(
     max_restarts: int, max_preemptions: int, causes: list[str | None], pauses: list[float | None]
 ) -> None:
-    budget = policy.Restarts(max_restarts, max_preemptions)
+    budget = ending.Restarts(max_restarts, max_preemptions)
     for cause, expected in zip(causes, pauses, strict=True):
         after = budget.after(cause)
         assert (after and after[1]) == expected
@@ -115,7 +116,7 @@ def test_a_hang_names_who_had_not_joined_and_shows_equal_stacks_once() -> None:
 
 @pytest.mark.parametrize(("hosts", "order"), [("a", [0]), ("abab", [0, 2, 1, 3]), ("ba", [0, 1]), ("aba", [0, 2, 1])])
 def test_ranks_are_numbered_host_by_host(hosts: str, order: list[int]) -> None:
-    assert policy.order_tasks(list(hosts)) == order
+    assert order_tasks(list(hosts)) == order
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ NOW, PATIENT = 0.0, GROWTH_TIMEOUT()
     ],
 )
 def test_with_what_an_attempt_starts(slots: int, least: int, most: int, unchanged: float, placed: int | None) -> None:
-    assert policy.place(slots, least, most, unchanged, NOW, 600.0) == placed
+    assert tasks_to_start(slots, least, most, unchanged, NOW, 600.0) == placed
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def test_with_what_an_attempt_starts(slots: int, least: int, most: int, unchange
 def test_an_elastic_attempt_leaves_its_ranks_time_to_start(
     slots: int, unchanged: float, waited: float, bound: float, starts: bool
 ) -> None:
-    assert (policy.place(slots, 2, 8, unchanged, waited, bound) is not None) is starts
+    assert (tasks_to_start(slots, 2, 8, unchanged, waited, bound) is not None) is starts
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_an_elastic_attempt_leaves_its_ranks_time_to_start(
     ],
 )
 def test_what_is_waited_for_is_said(slots: int, least: int, most: int, words: str) -> None:
-    assert words in policy.waiting_message("the cluster at 'yarn'", slots, least, most, 31.2, 600.0)
+    assert words in waiting_message("the cluster at 'yarn'", slots, least, most, 31.2, 600.0)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,7 @@ def test_what_is_waited_for_is_said(slots: int, least: int, most: int, words: st
     ],
 )
 def test_why_an_attempt_has_not_started_is_said(tasks: list[int], ranks: list[int], words: str) -> None:
-    assert words in policy.starting_message(4, tasks, ranks)
+    assert words in attempt.starting_message(4, tasks, ranks)
 
 
 MATCHED = failure(3, "d", exception_type="RuntimeError", message="CUDA error 700", matched="CUDA error")

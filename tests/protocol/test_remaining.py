@@ -4,9 +4,8 @@ import pytest
 
 from rankzero.bounds import MEET_TIMEOUT
 from rankzero.channel.messages import Stack
-from rankzero.driver import policy
-from rankzero.driver.ending import Facts
-from rankzero.driver.hangs import RETURNED_HANG, RETURNED_NOTICE, HangWatch, describe, is_waiting
+from rankzero.driver.ending import NO_REPLY, Facts
+from rankzero.driver.watch import RETURNED_HANG, RETURNED_NOTICE, HangWatch, describe, is_waiting
 
 SITE = "/venv/lib/python3.12/site-packages/torch"
 USER = '  File "/home/me/train.py", line 12 in train'
@@ -143,7 +142,7 @@ def test_a_rank_without_heartbeats_hangs_from_the_start_on() -> None:
 def test_a_rank_that_does_not_reply_has_a_text_in_place_of_its_stack() -> None:
     watch = watched()
     watch.stacks[1] = Stack("there")
-    assert watch.texts == {0: policy.NO_REPLY, 1: "there"}
+    assert watch.texts == {0: NO_REPLY, 1: "there"}
 
 
 def test_progress_of_one_rank_is_progress_and_a_beat_without_it_is_none() -> None:

@@ -10,7 +10,7 @@ from rankzero.run.tries import lease, longest_delay, power
 ATTACH, DELIVER, RESUME, FRESH = Decision
 
 FACTS = {"same": "same_training", "repeated": "same_generation"}
-FACTS |= {name: name for name in ("acknowledged", "by_name", "automatic")}
+FACTS |= {name: name for name in ("acknowledged", "automatic")}
 
 
 @pytest.mark.parametrize(
@@ -26,13 +26,6 @@ FACTS |= {name: name for name in ("acknowledged", "by_name", "automatic")}
         pytest.param("succeeded", "same", DELIVER, id="nobody has got the result"),
         pytest.param("succeeded", "same acknowledged", FRESH, id="a user runs again what had succeeded"),
         pytest.param("succeeded", "same acknowledged repeated", DELIVER, id="an orchestrator does, by itself"),
-        pytest.param("failed", "by_name", RESUME, id="another training after a failure"),
-        pytest.param("succeeded", "by_name", RESUME, id="another training after a success"),
-        pytest.param("succeeded", "acknowledged by_name", RESUME, id="another training after a delivery"),
-        pytest.param("succeeded", "same acknowledged by_name", RESUME, id="the same after a delivery"),
-        pytest.param("succeeded", "same by_name", DELIVER, id="nobody has got the result"),
-        pytest.param("running", "same by_name", ATTACH, id="it lives"),
-        pytest.param("running", "by_name", FRESH, id="another one lives: it is refused"),
         pytest.param("running", "automatic", ATTACH, id="it lives"),
         pytest.param("succeeded", "automatic", DELIVER, id="nobody has got the result"),
         pytest.param("succeeded", "acknowledged automatic", FRESH, id="a delivered result is not given twice"),

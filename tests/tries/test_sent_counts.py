@@ -21,7 +21,7 @@ from tests.tries.identities import identity_of
 
 from rankzero import Launcher
 from rankzero.run.identity import compare
-from rankzero.submit.code_source import digest_of_source
+from rankzero.submit.code import digest_of_source
 from rankzero.submit.pack import build
 
 ORCHESTRATED = "if not __name__:\n    import airflow\n"
@@ -63,7 +63,6 @@ def defined(text: str, name: str = "train") -> Any:
 REACHED = {
     "an argument": ("importlib.import_module(target)", lambda name: f"{name}.models"),
     "a computed name": ("PACKAGE and importlib.import_module('.'.join(target))", lambda name: [name, "models"]),
-    "a word": ("load('.models', target)", lambda name: name),
     "a configuration": (
         "importlib.import_module(target['_target_'].rpartition('.')[0]).Net",
         lambda name: {"_target_": f"{name}.models.Net", "lr": 0.1},
@@ -74,7 +73,7 @@ REACHED = {
 @pytest.mark.parametrize("how", REACHED)
 def test_new_code_that_no_statement_imports_counts_and_travels(package: Path, how: str) -> None:
     text, target = REACHED[how]
-    imports = f"import importlib\nfrom importlib import import_module as load\nimport {package.name}\n"
+    imports = f"import importlib\nimport {package.name}\n"
     train = defined(f"{imports}def train(target):\n    return ({text}).VERSION\n".replace("PACKAGE", package.name))
     given = target(package.name)
     before = identity_of(train, (given,), {}, 1)
@@ -98,12 +97,6 @@ def test_a_text_that_names_a_module_counts_with_its_package(package: Path, text:
     write(package / "other.py", "SIZE = 2\n")
     after = identity_of(train, ([{"target": text.format(package.name)}],), {}, 1)
     assert compare(before, after).differing == (f"module {package.name}.other",)
-
-
-def test_a_word_counts_that_a_function_of_a_module_may_import(package: Path) -> None:
-    name = f"{package.name}_job"
-    write(package.parent / f"{name}.py", "import importlib\ndef train(name):\n    importlib.import_module(name)\n")
-    assert f"{package.name}.models" in build(load_module(name).train, (package.name,), {}).modules.counted
 
 
 def test_many_texts_cost_no_search_for_a_module_each(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,7 @@ from rankzero import bounds
 from rankzero.agent.inputs import Inputs
 from rankzero.agent.ranks import Rank, environment
 from rankzero.channel import messages
-from rankzero.channel.client import Driver
-from rankzero.channel.connection import Connection
+from rankzero.channel.connection import Connection, Driver
 from rankzero.channel.messages import Message, MessageError
 from rankzero.errors import LOST, PREEMPTED, RankZeroError, ResultError
 from rankzero.host import network, processes

@@ -40,7 +40,7 @@ class Server:
         digests: Digests of those that ranks execute, which agents compare.
         directory: Local directory for the files that agents send.
         tls: Context for encrypted connections; None for plain ones.
-        connected: The connections of agents, by task.
+        agents: The connections of agents, by task.
     """
 
     secret: str
@@ -51,7 +51,7 @@ class Server:
     directory: str
     tls: ssl.SSLContext | None = None
     _server: asyncio.Server | None = None
-    connected: dict[int, Connection] = field(default_factory=dict)
+    agents: dict[int, Connection] = field(default_factory=dict)
     _connections: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def start(self, listener: socket.socket) -> int:
@@ -64,12 +64,12 @@ class Server:
 
     def send(self, task: int, message: Message) -> None:
         """Sends a message to an agent, if it is connected."""
-        if connection := self.connected.get(task):
+        if connection := self.agents.get(task):
             connection.send(message)
 
     def broadcast(self, message: Message) -> None:
         """Sends a message to every agent that is connected."""
-        for connection in self.connected.values():
+        for connection in self.agents.values():
             connection.send(message)
 
     async def read_rest(self) -> None:
@@ -114,11 +114,11 @@ class Server:
             writer.close()
 
     async def _serve_agent(self, task: int, connection: Connection) -> None:
-        if task in self.connected:
+        if task in self.agents:
             connection.write(b"another agent serves this task\n")
             return
         connection.write(b"ok\n")
-        self.connected[task] = connection
+        self.agents[task] = connection
         keeper = asyncio.create_task(connection.keep("it"))
         why: str | None = "its connection was closed"
         try:
@@ -134,7 +134,7 @@ class Server:
             why = f"the driver failed on a message of it: {type(error).__name__}: {error}"
         finally:
             keeper.cancel()
-            del self.connected[task]
+            del self.agents[task]
             self.on_end(task, why and (connection.reason or why))
 
     async def _give(self, name: str, connection: Connection) -> None:

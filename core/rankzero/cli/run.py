@@ -131,7 +131,7 @@ def _cancelled_by_signals() -> Iterator[None]:
 
 def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool, **options: Any) -> int:
     from rankzero.launcher import acknowledge, open_run
-    from rankzero.run.printing import print_line
+    from rankzero.run.lines import print_line
 
     handle: RunHandle[Any] | None = None
     try:

@@ -23,8 +23,8 @@ from rankzero.report.summary import usage
 from rankzero.run.directory import LINES, RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.identity import describe
+from rankzero.run.lines import Line, parsed
 from rankzero.run.listing import Listed, find_run, list_runs
-from rankzero.run.output import Line, parsed
 from rankzero.run.status import STATES, RunStatus
 
 if TYPE_CHECKING:

@@ -101,9 +101,9 @@ def examine(
         failed = Finding(PROBLEM, "a training", f"{type(error).__name__}: {error}")
         return Examination([*findings, failed], [], handle.directory if handle else None)
     finally:
-        for rank in range(num_processes) if url else ():
+        if url:
             with contextlib.suppress(Exception):
-                stores.remove(f"{url}/.doctor-{nonce}-{rank}")
+                stores.remove(f"{url}/.doctor-{nonce}")
     # An examination removes its run. The driver must have written the report before, or would write it again.
     handle.await_driver(DOCTOR_STORE_TIMEOUT())
     with contextlib.suppress(Exception):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ def collect_facts(store_url: str | None, nonce: str) -> list[dict[str, Any]]:
 
     Args:
         store_url: URL of the store's root, for an object store.
-        nonce: Part of the names of written files.
+        nonce: Part of the name of the object that the ranks write.
     """
     import torch
 
@@ -54,26 +54,25 @@ def collect_facts(store_url: str | None, nonce: str) -> list[dict[str, Any]]:
     }
     rt.barrier()
     facts["together"] = time.time()
-    facts["store"] = _use_store(context.storage_path, store_url, f".doctor-{nonce}-{context.rank}")
+    # One name for all ranks, since the reason of a failure may contain it: equal reasons are one finding.
+    facts["store"] = _use_store(context.storage_path, store_url and f"{store_url}/.doctor-{nonce}")
     return rt.all_gather_object(facts)
 
 
-def _use_store(directory: str | None, url: str | None, name: str) -> tuple[str, str]:
-    """Returns the level of a finding, and its reason: can this rank write into the directory, or the object store?"""
+def _use_store(directory: str | None, url: str | None) -> tuple[str, str]:
+    """Returns the level of a finding, and its reason: can this rank write into the directory, or the object?"""
     why = "" if url is None else "pyarrow, or its client of this store, is not installed"
     try:
         if directory is not None:
-            path = os.path.join(directory, name)
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-            os.unlink(path)
-            return OK, ""
+            with tempfile.TemporaryFile(dir=directory):
+                return OK, ""
     except OSError as error:
-        return PROBLEM, f"{type(error).__name__}: {error}"
+        return PROBLEM, f"{type(error).__name__}: {error.strerror}"
     from rankzero.store import remote
 
-    if client := remote.find_client(f"{url}/{name}") if url else None:
+    if url and (client := remote.find_client(url)):
         try:
-            with client.open_write(f"{url}/{name}") as file:
+            with client.open_write(url) as file:
                 file.write(b"doctor")
             return OK, ""
         except Exception as error:

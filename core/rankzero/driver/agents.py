@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rankzero import bounds
@@ -14,11 +13,10 @@ from rankzero.bounds import HEARTBEAT_INTERVAL, LOG_TAIL_WIDTH
 from rankzero.channel import messages
 from rankzero.channel.messages import Message
 from rankzero.channel.server import Server
-from rankzero.driver import policy
 from rankzero.driver.ending import Facts, Failure, Member
-from rankzero.driver.hangs import HangWatch
 from rankzero.driver.places import Places
 from rankzero.driver.storage import Storage
+from rankzero.driver.watch import HangWatch
 from rankzero.errors import EngineError
 from rankzero.job import Job
 from rankzero.run.checkpoints import Manifest
@@ -58,7 +56,7 @@ class Agents:
         self.members: dict[int, Member] = {}
         self.facts: Facts = storage.facts
         self.hangs = HangWatch(self.facts)
-        self.is_bound = self.is_stopping = self.is_leaving = False
+        self.is_bound = self.is_stopping = self.is_leaving = self._one_host = False
         self.heard_at = time.monotonic()
         self.served = {name: file["location"] for name, file in job.files.items()}
         executed = {"payload.pkl", "modules.zip", "code.zip"} & job.files.keys()
@@ -77,9 +75,6 @@ class Agents:
         ranks = [member.first_rank + local for member in members for local in set(range(member.workers)) - member.ready]
         return [task for task in range(self.num_agents) if task not in self.members], sorted(ranks)
 
-    def _on_one_host(self) -> bool:
-        return len({member.name for member in self.members.values()}) == 1
-
     # -- what the attempt sends ----------------------------------------------------------------
 
     def assign_ranks(self, resume: Manifest | None, token: str) -> None:
@@ -87,23 +82,24 @@ class Agents:
 
         An agent recognizes the submission's folder by the token.
         """
-        members = [self.members[task] for task in sorted(self.members)]
-        members = [members[index] for index in policy.order_tasks([member.host for member in members])]
+        job, members = self._job, [self.members[task] for task in sorted(self.members)]
+        members = [members[index] for index in order_tasks([member.host for member in members])]
+        self._one_host = len({member.name for member in members}) == 1
         # Computed once: computing it for each agent would be quadratic in their number.
         same: dict[str, Any] = {
-            "master_addr": members[0].addresses(for_one_host=self._on_one_host())[0],
+            "master_addr": members[0].addresses(for_one_host=self._one_host)[0],
             "run_directory": self._own.directory,
             "run_token": token,
-            "files": self._job.files,
+            "files": job.files,
             # Short enough to notice a hang in time.
-            "beat_interval": min(HEARTBEAT_INTERVAL, (self._job.hang_timeout or math.inf) / 5),
+            "beat_interval": min(HEARTBEAT_INTERVAL, (job.hang_timeout or math.inf) / 5),
             "context": {
-                "world_size": self._job.num_processes,
-                "run_id": self._job.run_id,
+                "world_size": job.num_processes,
+                "run_id": job.run_id,
                 "storage_path": self._own.run.directory,
                 "attempt": self._number,
-                "backend": self._job.resolved_backend(),
-                "labels": self._job.labels,
+                "backend": ("nccl" if job.use_gpu else "gloo") if job.backend == "auto" else job.backend,
+                "labels": job.labels,
             },
         }
         sampled: set[str] = set()
@@ -146,24 +142,14 @@ class Agents:
                 return
             await self._watch.wait(min(left, bounds.POLL_INTERVAL))
 
-    # -- what the engine and the channel call ---------------------------------------------------------------
+    # -- what the engine and the channel report --------------------------------------------------
 
-    def engine_end(self) -> Callable[[BaseException | None], None]:
-        """Returns the function that the engine's thread calls when all agents have ended."""
-        loop = asyncio.get_running_loop()
-
-        async def note(error: BaseException | None) -> None:
-            # Messages that arrived before the end explain it.
-            await self.server.read_rest()
-            self.facts.engine_ended, self.facts.engine_error = True, error
-            self._watch.wake()
-
-        def on_end(error: BaseException | None) -> None:
-            # The loop is closed if the driver has not waited for the end.
-            if not loop.is_closed():
-                asyncio.run_coroutine_threadsafe(note(error), loop)
-
-        return on_end
+    async def note_engine_end(self, error: BaseException | None) -> None:
+        """Notes that the engine reports the end of all agents, with its error if there is one."""
+        # Messages that arrived before the end explain it.
+        await self.server.read_rest()
+        self.facts.engine_ended, self.facts.engine_error = True, error
+        self._watch.wake()
 
     def on_end(self, task: int, why: str | None) -> None:
         """Notes that an agent has disconnected; without being asked to, it is lost."""
@@ -217,20 +203,22 @@ class Agents:
             case messages.Reached("ready"):
                 member.ready.add(local_rank)
             case messages.Reached("bound"):
-                self.is_bound, one_host = True, self._on_one_host()
-                hosts = member.addresses(for_one_host=one_host)
-                self.server.broadcast(messages.Go(hosts, message.values["port"], one_host))
+                self.is_bound, hosts = True, member.addresses(for_one_host=self._one_host)
+                self.server.broadcast(messages.Go(hosts, message.values["port"], self._one_host))
             case messages.Part():
                 self._storage.add_part(rank, message)
             case messages.Lost():
                 self._storage.lose(message.index)
             case messages.Damaged():
                 self._storage.mark_damaged(message.id)
-            case messages.Reached("entered"):
-                self._note_phase(rank, member, message)
-            case messages.Reached("returned") if member.why_left is None and not self.is_stopping:
-                self.hangs.on_return(rank, time.monotonic())
-                self._note_phase(rank, member, message)
+            case messages.Reached("returned") if member.why_left is not None or self.is_stopping:
+                # It may have returned because it was asked to stop.
+                pass
+            case messages.Reached("entered" | "returned" as phase):
+                if phase == "returned":
+                    self.hangs.on_return(rank, time.monotonic())
+                of_rank = {"type": phase, "rank": rank, "attempt": self._number, "host": member.name}
+                self._recorder.event({**message.values, **of_rank})
             case messages.Finished() if rank in self.facts.returned:
                 self.facts.over.add(rank)
                 self._storage.finish(rank, message, self._recorder.status.metrics)
@@ -243,11 +231,6 @@ class Agents:
             case messages.Reached("exited"):
                 self.facts.over.add(rank)
 
-    def _note_phase(self, rank: int, member: Member, message: messages.Reached) -> None:
-        """Records when a rank reached a phase, for the report of the run."""
-        of_rank = {"type": message.phase, "rank": rank, "attempt": self._number, "host": member.name}
-        self._recorder.event({**message.values, **of_rank})
-
     def _on_failure(self, rank: int, member: Member, message: messages.Failed) -> None:
         found = {**vars(message), "log_tail": [line[:LOG_TAIL_WIDTH] for line in message.log_tail]}
         # The agent has asked the rank to exit, which may have made it raise.
@@ -256,3 +239,9 @@ class Agents:
         failure = Failure(rank, member.name, member.host, report)
         if self.facts.note_failure(failure):
             self._recorder.event({"type": "failure", "rank": rank, "host": failure.host, "what": failure.headline})
+
+
+def order_tasks(hosts: Sequence[str]) -> list[int]:
+    """Returns the tasks in rank order: host by host, hosts in the order of their first task. Their index has a host."""
+    first_seen = {host: index for index, host in reversed(list(enumerate(hosts)))}
+    return sorted(range(len(hosts)), key=lambda task: (first_seen[hosts[task]], task))

@@ -1,16 +1,20 @@
 """`Attempt`: one attempt of a run, as one coroutine: open, slots, join, start, run, judge, record, end, settle.
 
-An attempt ends before every rank has finished if
+It succeeds once every rank has finished and rank 0's value is stored. Nothing takes that back: `_end` records it before
+ranks run their exit handlers, and a lost host or a cancel only shortens their exit. The attempt ends before that if
 
 - a rank raises or is killed. Its agent reports that, `_judge` waits two seconds for an earlier cause, and `_end` makes
   all agents stop their ranks: SIGTERM, then SIGKILL after ``stop_grace``.
 - the host of an agent dies, or the network to it is cut. The connection breaks, or the agent sends nothing for 45
-  seconds: it is gone, and the same follows. Its ranks are the cause; what their peers report are consequences.
+  seconds: it is gone, and the same follows. Its ranks are the cause; what their peers report are consequences. A host
+  that dies before its agent has joined is missed until ``start_timeout``, unless the engine reports it.
 - the engine ends the agents, or the store refuses rank 0's value, also by not taking it in time. Both are judged, too.
-- the user cancels the run, ``timeout`` or ``start_timeout`` is over, or the ranks hang. Nothing is judged, and `_end`
+- the user cancels the run, ``timeout`` or ``start_timeout`` is over, or the ranks hang. What waits then raises the
+  error, a cancel's by `Watch.check`. Before agents exist, the error leaves `live`; later nothing is judged, and `_end`
   stops the ranks. A value that the store takes meanwhile still makes the run a success (`ending.settled`).
 
-`rankzero.driver.driver` then decides by the cause whether another attempt follows.
+`rankzero.driver.driver` then decides by the cause whether another attempt follows: not after a cancel or a time limit,
+and after an exception of the user's code only if ``restart_on`` names it or it is a `RetryableError`.
 """
 
 from __future__ import annotations
@@ -21,13 +25,14 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from rankzero import bounds
 from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel import messages
 from rankzero.channel.connection import new_secret
-from rankzero.driver import ending, policy
+from rankzero.driver import ending
 from rankzero.driver.agents import Agents
 from rankzero.driver.ending import Facts, Verdict
 from rankzero.driver.places import Places
@@ -101,10 +106,10 @@ class Attempt:
 
     async def _prepare(self, session: EngineSession, num_tasks: int) -> None:
         """Makes the parts of the attempt for its number of tasks."""
-        places, self.job, whole = self._places, self.job.sized(num_tasks), self.job
+        places, whole, size = self._places, self.job, num_tasks * self.job.processes_per_task
+        self.job = replace(whole, num_processes=size, min_processes=None)
         if whole.min_processes is not None:
             # The job alone does not determine the size of the world.
-            size = self.job.num_processes
             what = f"attempt {self._number} starts with {size} ranks, of {whole.world}, on {session.place}"
             places.recorder.announce("world", what, attempt=self._number, world_size=size)
             places.recorder.update(world_size=size)
@@ -112,7 +117,7 @@ class Attempt:
         if num_agents > MANY_AGENTS:
             allow_open_files()
         self._secret, self._identity = new_secret(), None
-        if await places.request(lambda: job.encrypts(by_default=session.encrypts), self._deadline):
+        if session.encrypts if job.encrypt is None else job.encrypt:
             # Imported here, so that most drivers do not load TLS.
             from rankzero.channel.tls import make_identity
 
@@ -131,7 +136,8 @@ class Attempt:
         """Makes the engine start the agents, for which the driver listens."""
         job = self.job
         self._resume, self._token = await self._read_store()
-        self._agents.served |= files_of(self._resume)
+        if self._resume:
+            self._agents.served |= files_of(self._resume)
 
         bind = lambda: (listen(session.bind_host, job.ports), session.driver_hosts)  # noqa: E731
         listener, hosts = await self._places.request(bind, self._deadline)
@@ -154,21 +160,25 @@ class Attempt:
             "caller": this_process() if self._places.recorder.status.driver_thread else None,
             "certificate": base64.b64encode(self._identity[0]).decode() if self._identity else None,
         }
-        launch = functools.partial(session.launch, num_tasks, config, self._agents.engine_end())
+        loop = asyncio.get_running_loop()
+
+        def on_end(error: BaseException | None) -> None:
+            # In the engine's thread. The loop is closed if the driver has not waited for the end.
+            if not loop.is_closed():
+                asyncio.run_coroutine_threadsafe(self._agents.note_engine_end(error), loop)
+
+        launch = functools.partial(session.launch, num_tasks, config, on_end)
         self._group = await self._places.request(launch, self._deadline, lambda late: late.cancel())
 
     async def _read_store(self) -> tuple[Manifest | None, str]:
         """Returns the checkpoint to start from, and the text by which agents recognize the folder."""
         watch, recorder, began = self._places.watch, self._places.recorder, time.monotonic()
-        # It tries again for as long by itself, if the store replies.
-        deadline = began + 2 * STORE_OUTAGE()
-
-        def check() -> None:
-            watch.check()
-            if time.monotonic() > deadline:
-                raise ResultError(f"the store of {self._places.own.run.directory} does not answer")
-
-        resume, token = await self._places.watch.reply_of(self._storage.submit(self._storage.begin), check)
+        try:
+            # `begin` tries again for half as long, if the store replies.
+            async with asyncio.timeout(2 * STORE_OUTAGE()):
+                resume, token = await watch.reply_of(self._storage.submit(self._storage.begin), watch.check)
+        except TimeoutError as error:
+            raise ResultError(f"the store of {self._places.own.run.directory} does not answer") from error
         # An outage of the store takes no time from the ranks' start.
         self._deadline += time.monotonic() - began
         if (found := resume and resume.id) != recorder.status.checkpoint:
@@ -212,7 +222,7 @@ class Attempt:
     async def _check_start(self, now: float) -> None:
         """Raises StartTimeoutError if the ranks take too long to start; names those that are missing meanwhile."""
         tasks, ranks = self._agents.missing()
-        what = policy.starting_message(self._agents.num_agents, tasks, ranks)
+        what = starting_message(self._agents.num_agents, tasks, ranks)
         self._places.recorder.note_waiting(f"waiting: {what}")
         if now > self._deadline:
             # Rank 0 opens the rendezvous after every rank has imported torch.
@@ -266,7 +276,11 @@ class Attempt:
     # -- ending --------------------------------------------------------------------------------
 
     async def _end(self, verdict: Verdict) -> None:
-        """Ends the agents. Behind a success, the limit counts from their last message: they deliver the last lines."""
+        """Ends the agents: after a success ranks run their exit handlers, else they are stopped.
+
+        Agents that do not end in time are cancelled at the engine. After a success the time counts from their last
+        message, since they deliver the last lines; a cancel then stops the ranks.
+        """
         agents, facts, watch, server = self._agents, self._facts, self._places.watch, self._agents.server
         agents.is_leaving = True
         is_patient = is_released = verdict.success is not None
@@ -282,13 +296,13 @@ class Attempt:
             agents.is_stopping = True
             server.broadcast(messages.Stop(self.job.stop_grace))
             timeout = self.job.stop_grace + bounds.STOP_MARGIN()
-        asked_at = alone_at = time.monotonic()
+        asked_at = connected_at = time.monotonic()
         while not facts.engine_ended:
             now = time.monotonic()
-            alone_at = now if server.connected else alone_at
+            connected_at = now if server.agents else connected_at
             since = max(asked_at, agents.heard_at) if is_patient else asked_at
             # After a success, the processes that held agents may still remove files.
-            if now - since > timeout or (not is_patient and now - alone_at > bounds.STOP_MARGIN()):
+            if now - since > timeout or (not is_patient and now - connected_at > bounds.STOP_MARGIN()):
                 break
             if not is_released and len(facts.over) >= facts.num_processes:
                 # Ranks that have committed wait for their peers. No rank is left that needs the rest of the grace.
@@ -297,7 +311,7 @@ class Attempt:
             if watch.is_called_off() and is_patient:
                 server.broadcast(messages.Stop(self.job.stop_grace))
                 timeout, is_patient = self.job.stop_grace + bounds.STOP_MARGIN(), False
-                asked_at = alone_at = now
+                asked_at = connected_at = now
             await self._places.watch.wait(WINDOW_STEP)
             agents.note_stored()
         else:
@@ -330,3 +344,12 @@ class Attempt:
             await self._places.watch.wait(CHECK_INTERVAL)
         self._agents.note_stored()
         return deadline
+
+
+def starting_message(num_tasks: int, missing_tasks: Sequence[int], missing_ranks: Sequence[int]) -> str:
+    """Returns the message about why a launched attempt has not started yet."""
+    if missing_tasks:
+        started = f"{num_tasks - len(missing_tasks)} of {num_tasks} tasks have started"
+        return f"{started}, not {ending.name_ranks(missing_tasks, 'task')} (are its slots in use?)"
+    what = f"{ending.name_ranks(missing_ranks)} still imports torch" if missing_ranks else "rank 0 opens no rendezvous"
+    return f"every task has started, but {what}"

@@ -19,9 +19,8 @@ from typing import Any
 
 from rankzero import bounds, store
 from rankzero.driver.attempt import Attempt
-from rankzero.driver.ending import Verdict
+from rankzero.driver.ending import Restarts, Verdict
 from rankzero.driver.places import Places, remove_computed
-from rankzero.driver.policy import FAILURES_OF_A_BAD_HOST, Restarts
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.watch import CHECK_INTERVAL, Watch
 from rankzero.engines.base import Engine
@@ -35,11 +34,12 @@ from rankzero.errors import (
 from rankzero.masking import Mask, secrets_of, without_credentials
 from rankzero.run.directory import EVENTS, REPORT_FILE, Submission
 from rankzero.run.handle import RunHandle
-from rankzero.run.output import events_of
+from rankzero.run.lines import events_of
 from rankzero.threads import ActionThread, in_thread, reply_of
 from rankzero.tracking.tracker import Tracker
 
 TRACKER_POLL_INTERVAL = 1.0  # Seconds before each poll of the events, the first too: imports slow the ranks' start
+FAILURES_OF_A_BAD_HOST = 2  # Failures of one host after which the run's lines name it
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The end of an attempt: the facts, the judgement over them, the host to blame, and the text of each error.
+"""The end of an attempt: the facts, the judgement over them, what follows, and the text of each error.
 
 Everything is pure: no clock, no socket, no process.
 """
@@ -8,13 +8,11 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rankzero.advice import known
+from rankzero import bounds
 from rankzero.channel.messages import Failed
-from rankzero.driver import policy
-from rankzero.driver.policy import name_ranks
 from rankzero.errors import (
     KILLED,
     LOST,
@@ -26,9 +24,12 @@ from rankzero.errors import (
     RankZeroError,
     ResultError,
     WorkerFailedError,
+    known,
 )
 from rankzero.host.network import is_loopback
 from rankzero.values.ref import ResultRef
+
+RESTART_PAUSE_MAX = bounds.scaled(60.0)  # Longest pause in seconds before a restart
 
 Success = tuple[ResultRef, list[Any]]
 """Rank 0's handle, and the value itself in a list if it is small JSON; else an empty list."""
@@ -243,6 +244,29 @@ def settled(verdict: Verdict, facts: Facts) -> Verdict:
     return verdict if is_same else failed(facts, {})
 
 
+@dataclass(frozen=True)
+class Restarts:
+    """The restarts of a run so far and the most that are allowed; preemptions have a budget of their own."""
+
+    max_restarts: int
+    max_preemptions: int
+    restarts: int = 0
+    preemptions: int = 0
+
+    def after(self, cause: str | None) -> tuple[Restarts, float] | None:
+        """Returns the budget that is left and the seconds to pause before the next attempt; None to give up.
+
+        The pause is 0, 1, 3, 7 ... seconds for one restart after another, up to `RESTART_PAUSE_MAX`.
+        """
+        if cause is None:
+            return None
+        count = self.preemptions if cause == PREEMPTED else self.restarts
+        if count >= (self.max_preemptions if cause == PREEMPTED else self.max_restarts):
+            return None
+        left = replace(self, preemptions=count + 1) if cause == PREEMPTED else replace(self, restarts=count + 1)
+        return left, min(2.0 ** min(count, 10) - 1, RESTART_PAUSE_MAX())
+
+
 # -- the text of errors ----------------------------------------------------------------------------
 
 
@@ -263,7 +287,7 @@ def failed(facts: Facts, stacks: Mapping[int, str]) -> Verdict:
     if report.collateral:
         text.append("Only consequences are known: no rank reported a failure of its own.")
     if stacks:
-        text += [f"{name_ranks(list(stacks))} had not failed.", *policy.stack_lines(stacks)]
+        text += [f"{name_ranks(list(stacks))} had not failed.", *stack_lines(stacks)]
     error = WorkerFailedError(
         "\n".join([*text, _logs(facts.directory)]),
         rank=cause.rank,
@@ -321,7 +345,35 @@ def hung(why: str, stacks: Mapping[int, str], missing: Sequence[int], directory:
     if missing:
         waiting = sorted(set(stacks) - set(missing))
         text.append(f"{name_ranks(missing)} had not joined the collective in which {name_ranks(waiting)} waited")
-    text += policy.stack_lines(dict(sorted(stacks.items(), key=lambda item: (item[0] not in missing, item[0]))))
+    text += stack_lines(dict(sorted(stacks.items(), key=lambda item: (item[0] not in missing, item[0]))))
     text += ["Progress is a call of rankzero.train.report or a step of a torch optimizer.", _logs(directory)]
     found = {str(rank): stack for rank, stack in stacks.items()}
     return HangError("\n".join(text), stacks=found, missing=list(missing))
+
+
+def name_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
+    """Returns the ranks as text, with runs of three and more abbreviated: ``rank 3``, ``ranks 0, 2-5``."""
+    pieces: list[str] = []
+    members = sorted(set(ranks))
+    start = 0
+    for index, rank in enumerate(members):
+        if index + 1 == len(members) or members[index + 1] != rank + 1:
+            run = members[start : index + 1]
+            pieces += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(member) for member in run]
+            start = index + 1
+    return (f"{noun} " if len(members) == 1 else f"{noun}s ") + ", ".join(pieces)
+
+
+NO_REPLY = "no answer: it is stopped (SIGSTOP) or runs native code that holds the GIL, or its agent or network hangs"
+"""The stack of a rank whose agent did not reply to a request for it."""
+
+
+def stack_lines(stacks: Mapping[int, str]) -> list[str]:
+    """Returns lines with the stack of each rank, in the given order, equal stacks once."""
+    groups: dict[str, list[int]] = {}
+    for rank, stack in stacks.items():
+        groups.setdefault(stack, []).append(rank)
+    lines = []
+    for stack, ranks in groups.items():
+        lines += [f"{name_ranks(ranks)} stood at:", *(f"  {line}" for line in stack.splitlines())]
+    return lines

@@ -1,6 +1,6 @@
 """The driver as a process: its arguments, its signals, its owner and its exit code.
 
-`rankzero.submit.drivers` starts the detached form. Its input is in the run directory, except
+`rankzero.submit.durable` starts the detached form. Its input is in the run directory, except
 secrets, which are in no file: the submitter sends the user's environment and the engine's private configuration as JSON
 on standard input. Everything else is `Driver.run`, as in the caller's process. On Spark Connect a `Delegation` may
 start a driver within the stage of the run instead.
@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from rankzero import bounds, store
@@ -39,6 +40,7 @@ from rankzero.host.processes import (
     settle_signals,
 )
 from rankzero.run.directory import DRIVER_LOG, RunDirectory, Submission
+from rankzero.run.handle import RunHandle
 from rankzero.run.observer import CANCEL
 from rankzero.task.stage import OVER
 from rankzero.threads import done_within, in_thread, reply_of
@@ -149,7 +151,7 @@ class Delegation:
     """A stage whose task 0 runs the driver of the run.
 
     The process that claims the submission drives the run. Until then this process writes lines about its waiting, and
-    no status. After the driver in the stage has claimed it, this process only keeps the connection of the stage.
+    one status, which names it. After the driver in the stage has claimed it, it only keeps the connection of the stage.
     """
 
     def __init__(self, own: Submission, private: Mapping[str, Any], driver: Driver) -> None:
@@ -189,6 +191,9 @@ class Delegation:
     async def _start(self, deadline: float) -> None:
         """Starts the stage, and returns when its driver has claimed the submission or the stage has ended."""
         own, job, places, recorder = self._own, self._own.job, self._driver.places, self._driver.recorder
+        # Before there is another driver, so that followers notice the death of this process.
+        waiting = replace(recorder.status, heartbeat=time.time(), queue_time=job.queue_time)
+        await reply_of(in_thread(functools.partial(own.write_status, waiting)), STORE_OUTAGE())
         session, began = cast("ConnectSession", await places.open(deadline)), time.monotonic()
         num_tasks = await places.reserve(session, deadline)
         stage = {
@@ -199,7 +204,7 @@ class Delegation:
             "secret": new_secret(),
             "num_tasks": num_tasks,
             "place": session.place,
-            "encrypts": job.encrypts(by_default=session.encrypts),
+            "encrypts": session.encrypts if job.encrypt is None else job.encrypt,
             "trackers": self._private["trackers"],
         }
 
@@ -232,9 +237,15 @@ class Delegation:
             return
         logger.info("the run is driven in its stage; this process keeps the connection to %s", self._own.job.engine)
 
+        own, session = self._own, self._driver.places.session
+        reader = RunHandle[Any](own.run.directory, job=own.job, follows=False)
+
         def is_over() -> bool:
-            # Or the run was removed meanwhile.
-            return store.exists(store.join(self._own.path("stage"), OVER)) or not self._own.has_driver()
+            if store.exists(store.join(own.path("stage"), OVER)) or not own.has_driver():
+                # Its driver has exited, or the run was removed meanwhile.
+                return True
+            # Its driver may have died with the server, for which pyspark would wait.
+            return reader.status().final and not (session and session.is_usable())
 
         reply, over_at = in_thread(is_over), math.inf
         while not (self._ended or self._watch.interrupted):

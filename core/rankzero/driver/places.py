@@ -18,7 +18,6 @@ from typing import TypeVar
 
 from rankzero import bounds, store
 from rankzero.data.manifest import FILE, from_bytes, to_bytes
-from rankzero.driver import policy
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.watch import Watch
 from rankzero.engines.base import Engine, EngineSession, words_of
@@ -32,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 SESSION_CLOSE_TIMEOUT = bounds.stretched(10.0)  # For an engine session to close (a SparkContext to stop)
 REPLY_TIMEOUT = bounds.stretched(2.0)  # For the engine's reply to a request that is made as start_timeout ends
+GROWTH_TIMEOUT = bounds.scaled(30.0)  # Most seconds without a new slot until an elastic attempt starts
+
 T = TypeVar("T")
 
 
@@ -156,10 +157,10 @@ class Places:
             if slots != before:
                 before, changed = slots, now
             waited = job.start_timeout - (deadline - now)
-            num_tasks = policy.place(slots, least, most, now - changed, waited, job.start_timeout)
+            num_tasks = tasks_to_start(slots, least, most, now - changed, waited, job.start_timeout)
             if num_tasks and await self.request(functools.partial(session.reserve, num_tasks), deadline):
                 return num_tasks
-            what = policy.waiting_message(session.place, slots, least, most, now - began, job.start_timeout)
+            what = waiting_message(session.place, slots, least, most, now - began, job.start_timeout)
             if now > deadline and slots < least:
                 missing = [f"task {task}" for task in range(slots, least)]
                 raise StartTimeoutError(f"{what}: add what is missing, or lower num_processes", missing=missing)
@@ -185,6 +186,31 @@ class Places:
     def _abandon(self) -> None:
         self._thread.end()
         self._thread = ActionThread()
+
+
+def tasks_to_start(slots: int, least: int, most: int, unchanged: float, waited: float, bound: float) -> int | None:
+    """Returns the number of tasks that an attempt starts with now; None to wait for more slots.
+
+    An elastic attempt (``least < most``) waits for ``most`` while new slots appear, then starts with those that exist.
+    It waits for half of the bound at most, within which its ranks must have started: they need the rest.
+
+    Args:
+        slots: Slots that exist.
+        least: The smallest number of tasks with which an attempt starts.
+        most: Tasks of the largest world.
+        unchanged: Seconds since the number of slots last changed.
+        waited: Seconds since the attempt began.
+        bound: Seconds within which its ranks must have started.
+    """
+    may_grow = unchanged < min(GROWTH_TIMEOUT(), bound / 4) and waited < bound / 2
+    return None if slots < least or (slots < most and may_grow) else min(slots, most)
+
+
+def waiting_message(where: str, slots: int, least: int, most: int, waited: float, bound: float) -> str:
+    """Returns the message about the slots that an attempt waits for: how many exist, and how many it needs."""
+    needs = f"{least}" if least == most else f"{least} to {most}"
+    offers = f"it offers {slots} of the {needs} task slots that this run needs at the same time"
+    return f"waiting for {where}: {offers}, after {waited:.0f} s of start_timeout={bound:g} s"
 
 
 def _count_slots(session: EngineSession) -> tuple[int, int | None]:

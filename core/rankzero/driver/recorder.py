@@ -19,8 +19,7 @@ from rankzero.errors import ResultError
 from rankzero.host.processes import process_namespace, process_start
 from rankzero.masking import Mask
 from rankzero.run.directory import EVENTS, LINES, Submission
-from rankzero.run.growing import Appender, PieceWriter
-from rankzero.run.output import stamped
+from rankzero.run.lines import Appender, PieceWriter, stamped
 from rankzero.run.reports import CHECK_PREFIX, MOST_METRICS
 from rankzero.run.status import RunStatus, pace
 from rankzero.threads import ActionThread
@@ -204,8 +203,7 @@ class Recorder:
             logger.warning("lines are lost: %s", error)
 
     def _progress(self) -> dict[str, Any]:
-        if not self._own.is_remote:
-            return {}
+        """Returns up to where an object store has lines, and the seconds until the next ones."""
         written = {name: stream.written for name, stream in self._streams.items()}
         return {"written": written, "interval": pace(time.monotonic() - self._started)}
 
@@ -268,21 +266,20 @@ class Recorder:
         self.note_phase("final")
         self._append(LINES, [])
 
-        def close() -> None:
-            for file in self._files.values():
-                file.close()
-
-        wait([self._appending.submit(close)], STORE_OUTAGE())
-        self._appending.end()
+        for file in self._files.values():
+            self._appending.submit(file.close)
+        self._appending.end(STORE_OUTAGE())
         self._finished.set()
+        progress = {}
         if self._own.is_remote:
             if not self._flusher.ident:
                 self._flusher.start()
             self._flusher.join(STORE_OUTAGE())
             if self._flusher.is_alive():
                 logger.warning("lines are lost: the store has not taken them for %g s", STORE_OUTAGE())
+            progress = self._progress()
         ended = max(time.time(), self.status.started or 0.0)
-        written = self.update(**changes, **self._progress(), ended=ended)
+        written = self.update(**changes, **progress, ended=ended)
         if not wait([written], STORE_OUTAGE()).done:
             problem = self._problem
             what = f"the run ended as {changes['state']}, but its status could not be written"

@@ -143,7 +143,7 @@ class Storage:
                     "ended with their attempt. Write rows behind the training, or change code_version to start over"
                 )
             self._kept, self._resumed = kept, kept[-1] if kept else None
-            return self._resumed, self._own.token()
+            return self._resumed, store.read_bytes(self._own.path("driver")).decode()
 
         is_vain = lambda error: self._closed or isinstance(error, (NotOwnerError, ResultError))  # noqa: E731
         return store.patiently(read, STORE_OUTAGE(), bounds.STORE_RETRY_INTERVAL(), is_vain)
@@ -339,9 +339,7 @@ def _not_stored(error: str) -> ResultError:
     return ResultError(f"rank 0 returned, but its value could not be stored: {error}")
 
 
-def files_of(checkpoint: Manifest | None) -> dict[str, str]:
+def files_of(checkpoint: Manifest) -> dict[str, str]:
     """Returns the files of the checkpoint to start from, by the names under which agents request them."""
-    if checkpoint is None:
-        return {}
     files = {"manifest": MANIFEST} | {rank: part["file"] for rank, part in checkpoint.parts.items()}
     return {f"checkpoint-{name}": store.join(checkpoint.folder, file) for name, file in files.items()}

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rankzero import bounds
-from rankzero.advice import require
 from rankzero.data.manifest import Manifest
 from rankzero.errors import EngineError, RankZeroError
 from rankzero.job import Job
@@ -21,11 +20,6 @@ ENGINE_ERROR_TIMEOUT = bounds.scaled(10.0)  # To get the text of an engine's err
 
 AgentConfig = dict[str, Any]
 OnEnd = Callable[[BaseException | None], None]
-
-
-def require_torch() -> None:
-    """Raises InvalidJobError unless torch is installed for this Python, which the ranks on this machine have, too."""
-    require("the ranks need", "torch", "torch")
 
 
 class Engine(abc.ABC):

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import rankzero
-from rankzero.advice import advised
-from rankzero.engines.base import AgentConfig, AgentGroup, Engine, EngineSession, OnEnd, require_torch
+from rankzero.engines.base import AgentConfig, AgentGroup, Engine, EngineSession, OnEnd
 from rankzero.engines.gpus import GpuClaims, local_gpus, require_local_gpus
-from rankzero.errors import LOST, EngineError, RankZeroError
+from rankzero.errors import LOST, EngineError, RankZeroError, advised, require
 from rankzero.host.usage import available_cores
 from rankzero.job import Job
 from rankzero.task.hold import hold
@@ -28,7 +27,8 @@ class LocalEngine(Engine):
 
     def check(self, job: Job) -> None:
         """Raises InsufficientSlotsError if there are fewer GPUs than ranks, and InvalidJobError without torch."""
-        require_torch()
+        # The ranks have this Python, too.
+        require("the ranks need", "torch", "torch")
         if job.use_gpu:
             require_local_gpus(job.least_processes)
 

@@ -19,7 +19,7 @@ from rankzero.job import Job
 from rankzero.report.summary import Summary, usage
 from rankzero.run.directory import LINES
 from rankzero.run.handle import RunHandle
-from rankzero.run.output import parsed, tails
+from rankzero.run.lines import parsed, tails
 from rankzero.run.reports import TOTALS, is_number
 from rankzero.run.status import RunStatus
 

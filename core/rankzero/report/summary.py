@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job
 from rankzero.run.directory import EVENTS
-from rankzero.run.growing import Stream
 from rankzero.run.handle import RunHandle
-from rankzero.run.output import events_of
+from rankzero.run.lines import Stream, events_of
 from rankzero.run.reports import PROGRESS, STEP_NAMES, TOTALS, UNSHOWN, RowKeeper, is_number, throughput
 from rankzero.run.status import RunStatus
 
@@ -194,9 +193,9 @@ class Summary:
     def facts(self) -> dict[str, Any]:
         """Returns, as JSON, progress, curves, timeline, marks and the usage of hosts."""
         slowest = self.slowest
-        progress = {"total": self.total, "unit": self.unit, "seconds_left": self.seconds_left}
+        done = slowest and {"done": slowest.done, "total": self.total, "unit": self.unit}
         return {
-            "progress": slowest and {"done": slowest.done, **progress},
+            "progress": done and {**done, "seconds_left": self.seconds_left},
             "throughput": throughput(self.rows),
             "steps": self.step_name or None,
             "curves": [

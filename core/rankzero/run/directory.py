@@ -207,10 +207,6 @@ class Submission:
         """Returns True if a driver has claimed this submission."""
         return store.exists(self.path("driver"))
 
-    def token(self) -> str:
-        """Returns the text by which an agent recognizes the folder."""
-        return store.read_bytes(self.path("driver")).decode()
-
     # -- status and end --------------------------------------------------------------------------
 
     def status(self) -> RunStatus:

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from rankzero.errors import WorkerFailedError, error_from_json
 from rankzero.run.directory import LINES
 from rankzero.run.handle import RunHandle
-from rankzero.run.output import parsed
-from rankzero.run.printing import print_line
+from rankzero.run.lines import parsed, print_line
 from rankzero.run.status import RunStatus
 
 # A follower shows lines only as fast as its orchestrator stores them, about a hundred a second, and a rank may print a

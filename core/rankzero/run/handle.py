@@ -15,9 +15,8 @@ from rankzero.errors import ResultError, error_from_json, located
 from rankzero.job import Job
 from rankzero.run.checkpoints import Manifest, list_committed
 from rankzero.run.directory import EVENTS, LINES, Delivery, RunDirectory, Submission, bound_of
-from rankzero.run.growing import Stream
+from rankzero.run.lines import Line, Stream, events_of, parsed
 from rankzero.run.observer import Observer, OwnDriver
-from rankzero.run.output import Line, events_of, parsed
 from rankzero.run.reports import as_row
 from rankzero.run.status import LONGEST_PACE, SHORTEST_PACE, RunStatus
 from rankzero.values.ref import ResultRef
@@ -103,23 +102,17 @@ class RunHandle(Observer, Generic[R]):
         Returns:
             True if the run has ended, False if the timeout has passed.
         """
-        return self._end(timeout) is not None
+        return any(status.final for status in self._polls(timeout))
 
-    def _end(self, timeout: float | None) -> RunStatus | None:
-        """Waits as `wait` does, and returns the status of the run that has ended; None if the timeout has passed."""
+    def _polls(self, timeout: float | None = None) -> Iterator[RunStatus]:
+        """Yields a status for every poll of the run; the last one is read after the end of the run, or the timeout."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while not (status := self._status(deadline - time.monotonic())).final:
-            if time.monotonic() >= deadline:
-                return None
-            self.pause(deadline - time.monotonic())
-        return status
-
-    def _polls(self) -> Iterator[RunStatus]:
-        """Yields a status for every poll of the run; the last one is read after the end of the run."""
-        while not (status := self.status()).final:
-            yield status
-            self.pause()
-        yield status
+        while True:
+            left = deadline - time.monotonic()
+            yield (status := self.judged(self._patiently(self._read, left), left))
+            if status.final or (left := deadline - time.monotonic()) <= 0:
+                return
+            self.pause(left)
 
     def await_driver(self, timeout: float) -> None:
         """Waits until the driver of an ended run has also finished its trackers and report, if it is this process's.
@@ -201,7 +194,7 @@ class RunHandle(Observer, Generic[R]):
         return cast(R, self._ref(status).load())
 
     def _outcome(self, timeout: float | None) -> RunStatus:
-        status = self._end(timeout)
+        status = next((one for one in self._polls(timeout) if one.final), None)
         if status is None:
             raise TimeoutError(f"run {self.id} is still running after {timeout} s; the timeout ended only the wait")
         if status.error is not None:
@@ -245,7 +238,7 @@ class RunHandle(Observer, Generic[R]):
         status = self.status()
         if status.result is None and status.state != "cancelled":
             raise ResultError(f"run {self.id} has no result that could be acknowledged: it is {status.state}")
-        self.own.record_delivery(replace(self.delivery(), acknowledged=True))
+        self.own.record_delivery(replace(self.own.delivery(), acknowledged=True))
 
     # -- what the ranks wrote --------------------------------------------------------------------
 

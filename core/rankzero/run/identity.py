@@ -79,7 +79,6 @@ def decide(
     same_training: bool,
     acknowledged: bool,
     same_generation: bool = False,
-    by_name: bool = False,
     automatic: bool = False,
 ) -> Decision:
     """Decides what to do about an existing run. The first row that fits counts.
@@ -89,7 +88,6 @@ def decide(
     ========================  =====================================  ========
     living                    the same; any, if automatic            ATTACH
     living                    any other                              FRESH
-    ended                     by name, except the next row's same    RESUME
     succeeded, not delivered  the same; any, if automatic            DELIVER
     succeeded, delivered      the same, in the chain that got it     DELIVER
     failed                    the same                               RESUME
@@ -101,8 +99,6 @@ def decide(
     follows = same_training or automatic
     if state not in FINAL_STATES:
         return Decision.ATTACH if follows else Decision.FRESH
-    if by_name and (acknowledged or not same_training):
-        return Decision.RESUME
     if state == "succeeded" and not acknowledged:
         return Decision.DELIVER if follows else Decision.FRESH
     if not same_training or (acknowledged and not same_generation):

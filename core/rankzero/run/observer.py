@@ -90,18 +90,19 @@ class Observer:
 
         A run whose driver died is reported as failed, unless its end is recorded.
         """
-        return self._status()
+        return self.judged(self._patiently(self._read))
 
     def _read(self) -> RunStatus:
         self._last = self.own.status()
         return self._last
 
-    def _status(self, at_most: float = math.inf) -> RunStatus:
-        return self.judged(self._patiently(self._read, at_most), at_most)
-
     def judged(self, status: RunStatus, at_most: float = math.inf) -> RunStatus:
         """Returns a status that was just read; that of a run whose driver died as `status` reports it."""
-        if status.final or not self._driver_died(status):
+        if status.final:
+            return status
+        is_silent, lives = self._is_silent(status), self.driver_lives(status)
+        # A slow disk may delay the heartbeat of a living driver, so the process decides if it can be queried.
+        if lives or (lives is None and not is_silent):
             return status
         # The driver may have written in the meantime, or this machine may have slept, so the status is read again.
         before, status = status, self._patiently(self._read, at_most)
@@ -160,12 +161,6 @@ class Observer:
         if not (state := _process_state(status)):
             return False if state is None else None
         return None if status.driver_thread or state in STOPPED else True
-
-    def _driver_died(self, status: RunStatus) -> bool:
-        is_silent = self._is_silent(status)
-        lives = self.driver_lives(status)
-        # A slow disk may delay the heartbeat of a living driver, so the process decides if it can be queried.
-        return is_silent if lives is None else not lives
 
     def _is_silent(self, status: RunStatus) -> bool:
         """Returns True if the heartbeat has not changed for so long that its driver counts as dead.

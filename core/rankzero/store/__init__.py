@@ -25,10 +25,6 @@ from rankzero.store.files import sync_directory as sync_directory
 from rankzero.store.files import upload as upload
 from rankzero.store.files import write_bytes as write_bytes
 from rankzero.store.files import write_parts as write_parts
-from rankzero.store.leftovers import abort_uploads as abort_uploads
-from rankzero.store.leftovers import is_unfinished as is_unfinished
-from rankzero.store.leftovers import remove_strays as remove_strays
-from rankzero.store.leftovers import remove_unfinished as remove_unfinished
 from rankzero.store.location import STORE_VARIABLE as STORE_VARIABLE
 from rankzero.store.location import has_scheme as has_scheme
 from rankzero.store.location import is_absolute as is_absolute
@@ -37,6 +33,10 @@ from rankzero.store.location import join as join
 from rankzero.store.location import normalize as normalize
 from rankzero.store.location import root_of as root_of
 from rankzero.store.location import why_untrusted as why_untrusted
-from rankzero.store.proof import prove as prove
+from rankzero.store.upkeep import abort_uploads as abort_uploads
+from rankzero.store.upkeep import is_unfinished as is_unfinished
+from rankzero.store.upkeep import prove as prove
+from rankzero.store.upkeep import remove_strays as remove_strays
+from rankzero.store.upkeep import remove_unfinished as remove_unfinished
 from rankzero.store.waiting import is_missing as is_missing
 from rankzero.store.waiting import patiently as patiently

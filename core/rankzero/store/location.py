@@ -143,7 +143,8 @@ def why_untrusted(directory: str) -> str | None:
         found = [os.lstat(directory), os.stat(directory)]
     except OSError:
         return None
-    trusted = {os.geteuid(), 0, *_further()}
+    further = os.environ.get(TRUSTED_OWNERS, "").split(",")
+    trusted = {os.geteuid(), 0, *(int(name) for name in further if name.strip().isdecimal())}
     foreign = next((facts.st_uid for facts in found if facts.st_uid not in trusted), None)
     is_open = bool(found[1].st_mode & stat.S_IWOTH)
     if foreign is None and not is_open:
@@ -157,11 +158,6 @@ def why_untrusted(directory: str) -> str | None:
     if is_open and not (probe and probe.st_mode & stat.S_IWOTH):
         return f"can be written by every user of this machine: chmod o-w {directory}"
     return None
-
-
-def _further() -> set[int]:
-    named = os.environ.get(TRUSTED_OWNERS, "").split(",")
-    return {int(name) for name in named if name.strip().isdecimal()}
 
 
 def _probe(parent: str) -> os.stat_result | None:

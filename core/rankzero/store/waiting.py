@@ -51,7 +51,8 @@ def brief(request: Callable[P, T]) -> Callable[P, T]:
                 with contextlib.suppress(RuntimeError):
                     _watcher.start()
             answer = request(*args, **options)
-            _silent.discard(_store_of(location))
+            if _silent:
+                _silent.discard(_store_of(location))
             return answer
         finally:
             _requests.pop(thread, None)

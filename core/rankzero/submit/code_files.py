@@ -19,17 +19,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from rankzero.errors import InvalidJobError
-from rankzero.submit.code_modules import ORCHESTRATORS, package_of, parents_of, spec_of, top_level_names
-from rankzero.submit.code_source import Source, source_of_file
+from rankzero.submit import code
 from rankzero.values.formats import digest_of_file
 
 logger = logging.getLogger(__name__)
 
-LIMIT = 64 << 20
-"""Most bytes of user modules, and of a working directory, that are shipped with a job."""
-
-IGNORE_FILE = ".rankzeroignore"
-"""File in a working directory or a package with patterns of files that are not shipped, in the format of .gitignore."""
+LIMIT = 64 << 20  # Most bytes of user modules, and of a working directory, that are shipped with a job
+IGNORE_FILE = ".rankzeroignore"  # In a folder: patterns of files that are not shipped, in the format of .gitignore
 
 _SKIPPED = frozenset({"__pycache__", "node_modules"})
 
@@ -43,22 +39,16 @@ _SECRETS = re.compile(
 
 
 class Bundle:
-    """Files that are sent as one zip.
-
-    Attributes:
-        files: The paths by their names in the zip. The first one of a name counts, as on a search path.
-    """
+    """Files that are sent as one zip."""
 
     def __init__(self) -> None:
+        # The paths by their names in the zip. The first one of a name counts, as on a search path.
         self.files: dict[str, str] = {}
         self._missed: set[str] = set()
 
     def add(self, name: str, path: str) -> None:
         """Adds a regular file."""
-        # No zip has a name that is not UTF-8.
-        if (shown := os.fsencode(name).decode(errors="backslashreplace")) != name:
-            self._missed.add(shown)
-        elif os.path.isfile(path):
+        if os.path.isfile(path):
             self.files.setdefault(name, path)
 
     def add_folder(self, base: str, prefix: str, *, is_package: bool = True) -> None:
@@ -80,7 +70,9 @@ class Bundle:
                 is_source, path = name.endswith(".py"), os.path.join(below, name)
                 if ignored(path) or not (is_source or directory in packages):
                     continue
-                if name in links or _is_secret(name) or (is_in_secret and not is_source):
+                # No zip has a name that is not UTF-8.
+                is_utf8 = path.isprintable()
+                if name in links or not is_utf8 or _is_secret(name) or (is_in_secret and not is_source):
                     self._missed.add(os.path.join(prefix, path))
                 else:
                     self.add(os.path.join(prefix, path), os.path.join(directory, name))
@@ -105,10 +97,8 @@ class Bundle:
                 "or put it where the ranks run"
             )
         if self._missed:
-            named = ", ".join(sorted(self._missed))
-            logger.warning(
-                "%s do not travel with the job: links to folders, names that are not UTF-8, or possible secrets", named
-            )
+            named = ascii(", ".join(sorted(self._missed)))
+            logger.warning("%s do not travel with the job: links to folders, odd names, or possible secrets", named)
         buffer = io.BytesIO()
         # Not compressed: that makes a third of the bytes, and takes six times as long here.
         with zipfile.ZipFile(buffer, "w", strict_timestamps=False) as archive:
@@ -141,15 +131,14 @@ class Modules:
         zipped: The zip of the files; None if there are none.
     """
 
-    def __init__(self, needs: Source, first: str | None = None) -> None:
-        """Finds the files, first in a directory that is given. Raises InvalidJobError like `Bundle.zipped`."""
+    def __init__(self, needs: code.Source, first: str | None = None) -> None:
+        """Finds the files, first in a directory that is given."""
         self.counted: dict[str, str] = {}
-        bundle, waiting, found = Bundle(), [needs], set[str]()
-        reached, aside = {*needs.imports, *needs.texts}, dict[str, str]()
+        bundle, waiting, found, sources = Bundle(), [needs], set[str](), dict[str, code.Source]()
         while waiting:
             for root in sorted(_roots(waiting.pop(), first) - found):
                 found.add(root)
-                before, spec = len(bundle.files), spec_of(root, first)
+                before, spec = len(bundle.files), code.spec_of(root, first)
                 for base in (spec and spec.submodule_search_locations) or ():
                     bundle.add_folder(base, root, is_package=spec.origin is not None)
                 if spec and not spec.submodule_search_locations:
@@ -160,26 +149,26 @@ class Modules:
                 for name in sorted({*files}.difference(data)):
                     path, module = bundle.files[name], name[:-3].removesuffix(os.sep + "__init__")
                     module = module.replace(os.sep, ".")
-                    source = source_of_file(path, package_of(module, path))
+                    sources[module] = source = code.source_of_file(path, code.package_of(module, path))
                     waiting.append(source)
-                    if ORCHESTRATORS.isdisjoint(each.partition(".")[0] for each in source.early):
-                        self.counted[module] = source.digest
-                        reached |= source.imports | source.texts
-                    else:
-                        # Ranks get its functions by value.
-                        aside[module] = source.digest
-        # There may be a million texts.
-        parts = {part for name in reached for part in parents_of(name)} if aside else set[str]()
-        self.counted |= {module: aside[module] for module in aside.keys() & parts}
+        # Ranks get the functions of a pipeline's file by value, so it counts only if another source imports it.
+        if aside := {
+            module
+            for module, source in sources.items()
+            if code.ORCHESTRATORS & {name.partition(".")[0] for name in source.early}
+        }:
+            users = [needs, *(source for module, source in sources.items() if module not in aside)]
+            aside -= {part for user in users for name in user.imports | user.texts for part in code.parents_of(name)}
+        self.counted |= {module: source.digest for module, source in sources.items() if module not in aside}
         names = ", ".join(sorted({name.partition(os.sep)[0] for name in bundle.files}))
         self.zipped = bundle.zipped(f"the user modules {names}") if names else None
 
 
-def _roots(source: Source, first: str | None) -> set[str]:
+def _roots(source: code.Source, first: str | None) -> set[str]:
     """Returns the top-level names that code imports, and those that a text in it begins with."""
-    named = {text.partition(".")[0] for text in source.texts} & top_level_names(first)
+    named = {text.partition(".")[0] for text in source.texts} & code.top_level_names(first)
     # Any folder has the name of a module without a file.
-    named = {root for root in named if (spec := spec_of(root, first)) and spec.origin}
+    named = {root for root in named if (spec := code.spec_of(root, first)) and spec.origin}
     return named | {name.partition(".")[0] for name in source.imports}
 
 
@@ -189,14 +178,9 @@ class UserCode:
     def __init__(
         self, working_dir: str | os.PathLike[str] | None = None, py_files: Iterable[str | os.PathLike[str]] = ()
     ) -> None:
-        """Checks the paths, which may begin with ``~``.
+        """Checks the paths, which may begin with ``~``; raises InvalidJobError. Ranks start in a copy of the directory.
 
-        Args:
-            working_dir: A directory of this machine; ranks start in a copy of it. None ships no directory.
-            py_files: Files ``.py``, ``.zip``, ``.egg``, ``.whl`` and directories of packages.
-
-        Raises:
-            InvalidJobError: a path does not exist, or is of another kind.
+        Files are ``.py``, ``.zip``, ``.egg`` and ``.whl``, and directories of packages.
         """
         self._paths: dict[str, str] = {}
         if working_dir is not None:
@@ -214,11 +198,7 @@ class UserCode:
 
     @functools.cached_property
     def sent(self) -> tuple[str, bytes] | None:
-        """The checksum of the files and a zip of them; None if there is nothing to ship.
-
-        Raises:
-            InvalidJobError: the files are too large; the message names the largest.
-        """
+        """The checksum of the files and a zip of them; None if there is nothing to ship. Raises InvalidJobError."""
         bundle = Bundle()
         for name, path in self._paths.items():
             if os.path.isdir(path):

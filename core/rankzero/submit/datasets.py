@@ -4,14 +4,15 @@ A DataFrame is computed and written to the run's directory before the run is sub
 table or a query for which the caller's process has no SparkSession is left to the driver, which opens one.
 
 A training reads one snapshot: a resumed run finds the same rows. The identity of a DataFrame is its content, that of a
-path its files' content, that of a table or query its text. The checksum of a file is that of its bytes, which are read
-once, or its tag on an object store: sizes and extremes in a Parquet footer are the same for values in another order.
+path its files' bytes or tags, since Parquet footers are the same for values in another order, and that of a table or
+query its text.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -20,14 +21,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from rankzero import store
-from rankzero.advice import require
 from rankzero.data import kinds
 from rankzero.data.files import PARQUET_OPTIONS, digest_of, filesystem_of, stamp_of, tags_of
 from rankzero.data.manifest import FILE, File, Manifest, encode_schema, from_bytes
 from rankzero.data.schemas import check_missing, schema_of_files
 from rankzero.data.table import Table
 from rankzero.engines.base import Engine
-from rankzero.errors import InvalidJobError
+from rankzero.errors import InvalidJobError, require
 from rankzero.job import qualified_name
 from rankzero.run.directory import Submission
 from rankzero.submit.existing import storing
@@ -41,20 +41,12 @@ _PATH = re.compile(r"([A-Za-z][\w+.-]*:/|~|\.{0,2}/(?!\*)).*|\S*(/\S*|\.parquet)
 """A URL, a path from the root, the home or the working directory, or a text without spaces that has a slash or ends in
 ``.parquet``. A comment of SQL begins with a slash, too."""
 
-READERS = 16
-"""Files that are read in parallel."""
-
-_DELTA_LOG = "_delta_log"
-_SAMPLED_ROWS = 16
-_PAGES = 64 << 10
+_READERS = 16  # Files that are read in parallel
+_BY_SPARK = 'Have Spark read it: dataset="SELECT * FROM delta.`%s`"'
 
 
 def check(given: object) -> dict[str, Any]:
-    """Returns the given datasets by name, texts without whitespace around them.
-
-    Raises:
-        InvalidJobError: a value is no dataset.
-    """
+    """Returns the given datasets by name, texts without whitespace around them. Raises InvalidJobError."""
     if given is None:
         return {}
     every = given if isinstance(given, Mapping) else {DEFAULT: given}
@@ -89,15 +81,11 @@ class Sources:
         self._given = given
         self._engine = engine
         self._generation = generation
-        self._opened: dict[str, Any] = {}
+        self._open = functools.cache(self._read)
 
-    def _open(self, name: str) -> Any:
+    def _read(self, name: str) -> Any:
         """Returns a manifest, a DataFrame, or the text of a query that the driver has Spark compute."""
-        if name not in self._opened:
-            self._opened[name] = self._read(name, self._given[name])
-        return self._opened[name]
-
-    def _read(self, name: str, source: Any) -> Any:
+        source = self._given[name]
         if isinstance(source, ResultRef) and not isinstance(source := source.load(), Table):
             kind = type(source).__name__
             raise InvalidJobError(f"dataset {name!r} is a result of type {kind}, which is no table: write_rows")
@@ -118,61 +106,41 @@ class Sources:
 
     def digests(self, *, frames: bool = True) -> dict[str, str]:
         """Returns checksums of the datasets by name, for the identity, perhaps without those that Spark computes."""
-        found = {}
-        for name in self._given:
-            source = self._open(name)
-            if isinstance(source, Manifest):
-                found[name] = source.digest
-            elif not is_frame(source):
-                found[name] = self._text(source)
-            elif frames:
-                found[name] = _content_of(source)
-        return found
+        sources = {name: self._open(name) for name in self._given}
+        return {name: self._digest(source) for name, source in sources.items() if frames or not is_frame(source)}
 
-    def _text(self, query: str) -> str:
+    def _digest(self, source: Any) -> str:
+        if isinstance(source, Manifest):
+            return source.digest
+        if is_frame(source):
+            from rankzero.engines.spark.materialize import content_of
+
+            return content_of(source)
         # The driver computes the rows. The text counts for one chain of tries: a user's clear reads the rows again.
-        return f"{query} {self._generation}".strip()
+        return f"{source} {self._generation}".strip()
 
     def collect(
         self, own: Submission, before: Submission | None
     ) -> tuple[dict[str, Manifest], dict[str, str], dict[str, str]]:
-        """Computes or reads the datasets of a run.
+        """Computes or reads the datasets of a submission that is being written.
 
-        Args:
-            own: The submission that is being written.
-            before: The submission before it. A DataFrame with the same rows is reused from there, so that resumed ranks
-                find the same order, and Spark writes nothing.
-
-        Returns:
-            The manifests, the queries that are left to the driver, and the checksums of both, by name.
-
-        Raises:
-            InvalidJobError: there is no such table, too few rows, or a column that no tensor can represent.
-            EngineError: Spark failed.
+        A DataFrame with the same rows as in the submission ``before`` is reused from there, so that resumed ranks find
+        the same order, and Spark writes nothing. Returns the manifests, the queries that are left to the driver, and
+        the checksums of both, by name. Raises InvalidJobError, or EngineError if Spark failed.
         """
-        manifests: dict[str, Manifest] = {}
-        queries: dict[str, str] = {}
+        found = {}
         for name in self._given:
             source = self._open(name)
-            if is_frame(source):
-                source = _of_frame(source, name, own, before)
+            found[name] = source = _of_frame(source, name, own, before) if is_frame(source) else source
             if isinstance(source, Manifest):
                 source.check_rows(name, own.job.num_processes)
-                manifests[name] = source
-            else:
-                queries[name] = source
-        digests = {name: manifest.digest for name, manifest in manifests.items()}
-        return manifests, queries, digests | {name: self._text(query) for name, query in queries.items()}
-
-
-def _content_of(frame: Any) -> str:
-    from rankzero.engines.spark.materialize import content_of
-
-    return content_of(frame)
+        manifests = {name: source for name, source in found.items() if isinstance(source, Manifest)}
+        queries = {name: source for name, source in found.items() if isinstance(source, str)}
+        return manifests, queries, {name: self._digest(source) for name, source in found.items()}
 
 
 def _of_frame(frame: Any, name: str, own: Submission, before: Submission | None) -> Manifest:
-    from rankzero.engines.spark.materialize import materialize
+    from rankzero.engines.spark.materialize import content_of, materialize
 
     known: Manifest | None = None
     with storing(own.run):
@@ -180,7 +148,7 @@ def _of_frame(frame: Any, name: str, own: Submission, before: Submission | None)
         with contextlib.suppress(FileNotFoundError):
             known = from_bytes(store.read_bytes(before.path(FILE))).get(name) if before else None
     if known and known.folder and store.exists(known.files[0].location):
-        if _content_of(frame) == known.digest:
+        if content_of(frame) == known.digest:
             return known
         logger.info("dataset %r has other rows than in the submission of %s before", name, own.run.directory)
     return materialize(frame, own.new_dataset(name), name, lambda text: logger.info("%s", text))
@@ -190,19 +158,14 @@ def _of_frame(frame: Any, name: str, own: Submission, before: Submission | None)
 
 
 def manifest_of_path(location: str, name: str) -> Manifest:
-    """Returns the manifest, for ranks, of the table at a path.
+    """Returns the manifest, for ranks, of a file or a directory, in which directories ``column=value`` are columns.
 
-    Args:
-        location: A file or a directory, as a path or a URL. Directories ``column=value`` below it are columns.
-        name: The dataset's name for errors.
-
-    Raises:
-        InvalidJobError: there is no table, it cannot be read, or a column cannot be represented by a tensor.
+    Raises InvalidJobError if there is no table, it cannot be read, or a column cannot be represented by a tensor.
     """
     location = location.rstrip("/") if store.is_url(location) else store.normalize(location)
     where = f"the dataset {name!r}"
     try:
-        if store.exists(store.join(location, _DELTA_LOG)):
+        if store.exists(store.join(location, "_delta_log")):
             data, digest = _delta(location)
         else:
             data, digest = _directory(location, where), None
@@ -245,19 +208,14 @@ def _delta(location: str) -> tuple[Any, str]:
         import deltalake
     except ImportError:
         raise InvalidJobError(
-            f"{location} is a Delta table: pip install deltalake here, or have Spark read it: "
-            f'dataset="SELECT * FROM delta.`{location}`"'
+            f"{location} is a Delta table: pip install deltalake here. Or {_BY_SPARK % location}"
         ) from None
-    table = deltalake.DeltaTable(location)
-    mapping = table.metadata().configuration.get("delta.columnMapping.mode", "none")
-    if mapping != "none":
-        # The files have other column names, so that the columns would be read as nulls.
-        raise InvalidJobError(
-            f"{location} is a Delta table with column mapping ({mapping}), which ranks cannot read. Have Spark read "
-            f'it: dataset="SELECT * FROM delta.`{location}`"'
-        )
     from pyarrow.dataset import ParquetReadOptions
 
+    table = deltalake.DeltaTable(location)
+    if (mapping := table.metadata().configuration.get("delta.columnMapping.mode", "none")) != "none":
+        # The files have other column names, so that the columns would be read as nulls.
+        raise InvalidJobError(f"{location} is a Delta table with column mapping ({mapping}): {_BY_SPARK % location}")
     options = ParquetReadOptions(**PARQUET_OPTIONS)
     return table.to_pyarrow_dataset(parquet_read_options=options), f"{table.metadata().id} {table.version()}"
 
@@ -267,47 +225,39 @@ def _manifest(data: Any, location: str, digest: str | None, where: str) -> Manif
 
     # Positions of earlier attempts count in this order.
     fragments = sorted(data.get_fragments(), key=lambda fragment: fragment.path)
-    base = filesystem_of(location)[1]
+    base = filesystem_of(location)[1].rstrip("/")
     tags = {} if digest else tags_of(location)
 
-    def describe(fragment: Any) -> tuple[File, int, str]:
+    def describe(fragment: Any) -> tuple[File, int, str, Any]:
         keys = dataset.get_partition_keys(fragment.partition_expression)
         if binary := [key for key, value in keys.items() if isinstance(value, bytes)]:
             raise InvalidJobError(f"{location} is partitioned by {binary[0]!r}, which is binary: have Spark read it")
         partition = {key: None if value is None else str(value) for key, value in keys.items()}
-        place, short = _place(fragment.path, location, base)
+        short = fragment.path.removeprefix(base)
+        # Delta names its files relative to the table.
+        place = location + short if short[:1] in ("", "/") else store.join(location, short)
         groups = [fragment.metadata.row_group(number) for number in range(fragment.metadata.num_row_groups)]
         rows, size = tuple(group.num_rows for group in groups), sum(group.total_byte_size for group in groups)
         # Before the content is read, which may change meanwhile.
         stamp = "" if digest else stamp_of(place)
         content = "" if digest else tags.get(short) or digest_of(place)
-        return File(place, rows, partition, stamp, content), size, f"{short} {content}"
+        return File(place, rows, partition, stamp, content), size, f"{short} {content}", fragment.physical_schema
 
-    with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
+    with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
         described = list(pool.map(describe, fragments))
-        schemas = list(pool.map(lambda fragment: fragment.physical_schema, fragments))
-    files = tuple(file for file, *_ in described)
+    files, sizes, facts, schemas = zip(*described, strict=True) if described else ((), (), (), ())
     # The larger of encoded and decoded size: a dictionary encodes a long text in a byte, a repeated value in none.
     decoded = int(sum(sum(file.rows) for file in files) * _decoded_row(fragments))
-    size = max(decoded, sum(size for _, size, _ in described))
+    size = max(decoded, sum(sizes))
     # The log of a Delta table has its schema.
     schema = schema_of_files([data.schema] if digest else [data.schema, *schemas], where)
     kinds.check(schema, where)
     for file, inside in zip(files, schemas, strict=True):
         check_missing(file, inside, schema, where)
-    content = digest or " ".join([*(facts for _, _, facts in described), str(schema)])
+    content = digest or " ".join([*facts, str(schema)])
     return Manifest(
         schema=encode_schema(schema), files=files, size=size, digest=hashlib.sha256(content.encode()).hexdigest()
     )
-
-
-def _place(path: str, location: str, base: str) -> tuple[str, str]:
-    """Returns a file's location, and its path relative to the dataset."""
-    below = path[len(base.rstrip("/")) :] if path.startswith(base.rstrip("/")) else None
-    if below is not None:
-        return location + below, below
-    # Delta names its files relative to the table.
-    return store.join(location, path), path
 
 
 def _decoded_row(fragments: list[Any]) -> float:
@@ -317,7 +267,8 @@ def _decoded_row(fragments: list[Any]) -> float:
     for fragment in fragments:
         if fragment.metadata.num_rows:
             with fragment.open() as source:
-                batch = next(pq.ParquetFile(source, buffer_size=_PAGES, pre_buffer=False).iter_batches(_SAMPLED_ROWS))
+                # Not all of a row group.
+                batch = next(pq.ParquetFile(source, buffer_size=64 << 10, pre_buffer=False).iter_batches(16))
             # A dictionary counts once for any number of rows, so columns are decoded first.
             columns = (each.dictionary_decode() if hasattr(each, "dictionary") else each for each in batch.columns)
             return float(sum(column.nbytes for column in columns) / batch.num_rows)

@@ -33,6 +33,7 @@ class Existing:
     own: Submission  # Its last submission
     status: RunStatus  # Its current status; ``"failed"`` if its driver died
     decision: Decision  # The effect of submitting a training under its id
+    automatic: bool  # The orchestrator repeats by itself the try that submitted it: of one chain of tries
     # It is live but was asked to stop, its driver has decided to cancel it, or its owner has exited: a new submission
     # waits for its end
     ending: bool
@@ -65,27 +66,18 @@ def check_owner(run: RunDirectory) -> None:
 
 
 def find(run: RunDirectory) -> RunHandle[Any] | None:
-    """Returns a handle of the run in this directory, or None if there is none yet. Starts nothing.
-
-    Raises:
-        InvalidJobError: the store cannot be read, or the directory belongs to another user.
-    """
+    """Returns a handle of the run in this directory, or None if there is none yet. Raises InvalidJobError."""
     with storing(run):
         check_owner(run)
         job = run.newest()[1]
     return RunHandle(run.directory, job=job) if job else None
 
 
-def assess(
-    own: Submission, asked: Mapping[str, str], generation: str, caller: PipelineTry | None, *, by_name: bool
-) -> Existing:
-    """Returns what submitting a training under this run id would mean now.
+def assess(own: Submission, asked: Mapping[str, str], caller: PipelineTry | None, *, automatic: bool) -> Existing:
+    """Returns what submitting a training under this run id would mean now. Raises RunNotFoundError.
 
     A driver on another host is polled until it shows a heartbeat or counts as dead. If the orchestrator of the caller,
     a pipeline step, has stored the result, the result is acknowledged.
-
-    Raises:
-        RunNotFoundError: the run was removed meanwhile.
     """
     job = own.job
     status, ending = _state(own)
@@ -93,24 +85,18 @@ def assess(
     if caller and delivered.receiver and not delivered.acknowledged and caller.has_accepted(delivered.receiver):
         delivered = replace(delivered, acknowledged=True)
         own.record_delivery(delivered)
-    comparison = compare(job.identity_parts, asked, automatic=(automatic := is_repeated(job, generation)))
+    comparison = compare(job.identity_parts, asked, automatic=automatic)
     decision = decide(
         status.state,
         same_training=comparison.same,
         acknowledged=delivered.acknowledged,
         same_generation=caller is not None and delivered.acknowledged and caller.repeats(delivered.receiver),
-        by_name=by_name,
         automatic=automatic,
     )
     if decision is Decision.DELIVER and status.result and not store.exists(own.result_path(status.result["uri"])):
         logger.warning("the result of run %s was deleted, so it resumes from its last checkpoint", own.run.directory)
         decision = Decision.RESUME
-    return Existing(own, status, decision, ending, comparison)
-
-
-def is_repeated(job: Job, generation: str) -> bool:
-    """Returns True if the orchestrator repeats the try that submitted a job by itself: of one chain of tries."""
-    return bool(generation) and generation == job.generation
+    return Existing(own, status, decision, automatic, ending, comparison)
 
 
 def _state(own: Submission) -> tuple[RunStatus, bool]:
@@ -130,7 +116,7 @@ def _state(own: Submission) -> tuple[RunStatus, bool]:
         time.sleep(_pause(own))
         status = handle.status()
         is_sure = status.heartbeat != seen
-    is_orphan = bool(job.owner and is_gone(job.owner))
+    is_orphan = job.owner is not None and is_gone(job.owner)
     return status, not status.final and (status.cancelling or is_orphan or bool(own.cancel_request()))
 
 
@@ -146,6 +132,34 @@ def await_end(own: Submission) -> None:
                     f"the run in {own.run.directory} was asked to stop and is still running after {bound:g} s"
                 )
             time.sleep(_pause(own))
+
+
+def ends(found: Existing, caller: PipelineTry | None) -> bool:
+    """Returns True once a run that is not followed has ended for good; False if it must be looked at again.
+
+    A living run of another training is ended for a pipeline step; for another caller, this raises InvalidJobError.
+    """
+    own, what = found.own, describe(found.comparison.differing)
+    directory = own.run.directory
+    if found.ending:
+        await_end(own)
+    elif found.status.final:
+        # Its folder may have been deleted. If the whole run was, no claim of the next number succeeds.
+        with contextlib.suppress(FileNotFoundError):
+            # Its driver may live although it seems dead. From here on it stops as soon as it looks.
+            return own.finish(found.status).state == found.status.state
+        return True
+    elif caller is None:
+        raise InvalidJobError(
+            f"run_id {own.job.run_id!r} is running another training (different: {what}): cancel it with "
+            f"RunHandle.attach({directory!r}).cancel(), or choose another run_id",
+            code="RZ-1009",
+        )
+    else:
+        RunHandle[Any](directory, job=own.job).cancel(reason="another training was submitted in its place")
+        await_end(own)
+        logger.warning("ended the run in %s: changed since: %s", directory, what)
+    return False
 
 
 def _pause(own: Submission) -> float:
@@ -164,10 +178,7 @@ def storing(run: RunDirectory) -> Iterator[None]:
     except InvalidJobError:
         raise
     except RunNotFoundError as error:
-        raise InvalidJobError(
-            f"a run is in {run.directory} and cannot be read ({error}): it may be running or hold a result, so it is "
-            "not replaced: remove its directory, or choose another run_id"
-        ) from error
+        raise InvalidJobError(f"the run in {run.directory} cannot be read, so it is not replaced: {error}") from error
     except (OSError, ImportError, ValueError) as error:
         raise InvalidJobError(f"the store cannot be used: {run.directory}: {error}", code="RZ-1008") from error
 
@@ -175,19 +186,13 @@ def storing(run: RunDirectory) -> Iterator[None]:
 def check_writable(run: RunDirectory) -> None:
     """Writes into the store, which may raise. Raises InvalidJobError if the directory holds files of others."""
     if store.exists(run.directory) and not run.names() and (found := run.strangers()):
-        raise InvalidJobError(
-            f"{run.directory} holds files of others ({', '.join(sorted(found)[:5])}), so it cannot "
-            "become a run directory: choose another run_id or another store"
-        )
+        some = ", ".join(sorted(found)[:5])
+        raise InvalidJobError(f"{run.directory} holds files of others ({some}): choose another run_id or store")
     store.prove(os.path.dirname(run.directory))
 
 
 def claim(own: Submission, files: Mapping[str, list[Part]]) -> bool:
-    """Writes the files of a submission and then claims its number; False if another process was faster.
-
-    Raises:
-        InvalidJobError: the store cannot be written.
-    """
+    """Writes the files of a submission and then claims its number; False if another process was faster."""
     with storing(own.run):
         try:
             own.write_files(files)

@@ -3,9 +3,8 @@
 Code and arguments are packed first, since files may change meanwhile. Then it is decided what becomes of an existing
 run; rows of DataFrames are computed only if the training starts or resumes. A submitter writes the files of its
 submission into a folder that no other one has, then creates the job, which is the claim of its number: of two
-submitters one wins, and the other looks again. One that dies before that leaves garbage. After it and before the
-driver's first heartbeat, the run counts as one whose driver died as soon as a heartbeat is overdue or its owner has
-exited, and the next submission continues it.
+submitters one wins, and the other looks again. One that dies before that leaves garbage; behind it, the run counts as
+one whose driver died as soon as a heartbeat is overdue or its owner has exited.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from rankzero.host.processes import describe_process
 from rankzero.job import Job
 from rankzero.kinds import NumProcesses
 from rankzero.run.directory import RunDirectory, Submission
-from rankzero.run.handle import RunHandle
-from rankzero.run.identity import DATASET, Decision, compare, describe, digest_of_parts
+from rankzero.run.identity import DATASET, Decision, compare, digest_of_parts
 from rankzero.run.tries import PipelineTry
 from rankzero.submit import datasets, existing, pack
 from rankzero.submit.code_files import UserCode
@@ -38,42 +36,28 @@ from rankzero.submit.training import params_of
 from rankzero.threads import in_thread
 from rankzero.values.formats import digest_of
 from rankzero.values.pickled import Part
+from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
 
-_RECORD_TIMEOUT = 4.0
-"""Seconds in which a caller that was interrupted before its driver has begun records this in the store."""
+_RECORD_TIMEOUT = 4.0  # Seconds in which a caller that was interrupted before its driver has begun records this
 
 
 @dataclass(frozen=True)
 class Request:
-    """The configuration of a launcher, independent of the training function.
-
-    Attributes:
-        engine: The engine that runs the ranks.
-        root: The directory or URL of the run directories.
-        template: The job, without the fields that depend on function and arguments; an empty ``run_id`` becomes a
-            random one.
-        num_processes: World size as the launcher was given it, which is a part of the identity: the value of ``"auto"``
-            differs between machines, and the training does not.
-        env: Environment variables for the ranks. May hold secrets.
-        restart_on: Exceptions after which the user wants another attempt.
-        sources: The datasets by name, as `rankzero.submit.datasets.check` returns them.
-        code: What travels because the user says so.
-        trackers: What `rankzero.submit.pack.pack_trackers` has made of them. May hold secrets.
-        caller: The try of a pipeline step that makes the request; None outside of one.
-    """
+    """The configuration of a launcher, independent of the training function."""
 
     engine: Engine
-    root: str
-    template: Job
+    root: str  # Directory or URL of the run directories
+    template: Job  # Without what depends on function and arguments; an empty run_id becomes a random one
+    # As the launcher was given it: the value of "auto" differs between machines, and the training does not
     num_processes: NumProcesses
-    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)  # For the ranks; may hold secrets
     restart_on: object = ()
-    sources: Mapping[str, Any] = field(default_factory=dict)
-    code: UserCode = field(default_factory=UserCode)
-    trackers: Mapping[str, Any] | None = field(default=None, repr=False)
-    caller: PipelineTry | None = None
+    sources: Mapping[str, Any] = field(default_factory=dict)  # The result of `datasets.check`
+    code: UserCode = field(default_factory=UserCode)  # What travels because the user says so
+    trackers: Mapping[str, Any] | None = field(default=None, repr=False)  # Packed; may hold secrets
+    caller: PipelineTry | None = None  # The try of a pipeline step that makes the request
 
     @property
     def directory(self) -> str:
@@ -88,22 +72,12 @@ class Request:
 
 
 class Submitter:
-    """Makes the submission of a request, or finds the run to follow. Starts no process.
-
-    Attributes:
-        own: The submission that is made, whose driver the caller must start; set before it is claimed.
-        existing: The run to follow instead of that.
-        run: The run directory.
-    """
+    """Makes the submission of a request, or finds the run to follow. Starts no process."""
 
     def __init__(
         self, request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, detached: bool
     ) -> None:
-        """Checks the whole request and packs code and arguments; ``detached`` if the driver is in another process.
-
-        Raises:
-            InvalidJobError: the request was rejected before anything started.
-        """
+        """Checks the whole request and packs code and arguments; ``detached`` if the driver is in another process."""
         # In a child that multiprocessing is spawning; it rejects new processes itself by this attribute.
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             raise InvalidJobError(
@@ -116,13 +90,11 @@ class Submitter:
                 "a run that outlives this process cannot use this process's SparkSession: "
                 "give SparkEngine(master=...) or SparkConnectEngine(url) to submit(), or use run()"
             )
+        # The submission that is made, whose driver the caller must start; set before it is claimed.
         self.own: Submission | None = None
-        self.existing: Existing | None = None
         self._request = request
         self._payload = payload = pack.build(train, args, kwargs, request.restart_on)
         self._identity = payload.identity(request.num_processes, template.code_version, request.code)
-        # The trainer of a compatibility layer may continue runs by their names. That of a step is named by the step.
-        self._by_name = bool(getattr(train, "resumes_by_name", False)) and not template.generation
         self._sources = datasets.Sources(request.sources, engine, template.generation)
         if isinstance(train, (list, tuple)) and template.hang_timeout:
             raise InvalidJobError(
@@ -141,61 +113,37 @@ class Submitter:
         is_elsewhere = engine.drives_elsewhere or engine.can_host_driver(self.run, job)
         self._job = replace(job, queue_time=job.start_timeout if is_elsewhere else 0.0)
 
-    def submit(self) -> None:
-        """Looks at the run under the id until it is decided what becomes of it, and sets ``own`` or ``existing``.
+    def submit(self) -> Existing | None:
+        """Makes the submission, or returns the run to follow instead: it looks again until one of both is certain.
 
         Raises:
             InvalidJobError: another training is live under this id, or the store cannot be used.
             EngineError: an earlier run was asked to stop and does not end, or Spark failed.
         """
         with located(self.run.directory):
-            while not self._settle():
-                pass
+            while True:
+                with existing.storing(self.run):
+                    number, found = self._look()
+                    if found and found.is_followed:
+                        return found
+                    is_free = found is None or existing.ends(found, self._request.caller)
+                if is_free and self._start(number + 1, found):
+                    return None
 
-    def _settle(self) -> bool:
-        """Takes the next step about the run under the id; False if it must be looked at again."""
-        run, found = self.run, None
-        with existing.storing(run):
-            existing.check_owner(run)
-            number, job = run.newest()
-            if job:
-                before = Submission(run, job)
-                try:
-                    found = self._assess(before)
-                except RunNotFoundError:
-                    if before.is_there():
-                        raise
-                    return False
-                if found.ending:
-                    existing.await_end(before)
-                    return False
-                if found.is_followed:
-                    if self._request.caller is None:
-                        logger.warning("%s", found.following)
-                    self.existing = found
-                    return True
-                if not found.status.final:
-                    self._replace(found)
-                    return False
-                # Its folder may have been deleted. If the whole run was, no claim of the next number succeeds.
-                with contextlib.suppress(FileNotFoundError):
-                    # Its driver may live although it seems dead. From here on it stops as soon as it looks.
-                    if before.finish(found.status).state != found.status.state:
-                        return False
-        return self._start(number + 1, found)
-
-    def _replace(self, found: Existing) -> None:
-        """Ends a living run of another training for a pipeline step. Raises InvalidJobError for another caller."""
-        what, directory = describe(found.comparison.differing), self.run.directory
-        if self._request.caller is None:
-            raise InvalidJobError(
-                f"run_id {found.own.job.run_id!r} is running another training (different: {what}): cancel it with "
-                f"RunHandle.attach({directory!r}).cancel(), or choose another run_id",
-                code="RZ-1009",
-            )
-        RunHandle[Any](directory, job=found.own.job).cancel(reason="another training was submitted in its place")
-        existing.await_end(found.own)
-        logger.warning("ended the run in %s: changed since: %s", directory, what)
+    def _look(self) -> tuple[int, Existing | None]:
+        """Returns the number of the last submission under the id, and the existing run, compared with the request."""
+        while True:
+            existing.check_owner(self.run)
+            number, job = self.run.newest()
+            if job is None:
+                return number, None
+            before = Submission(self.run, job)
+            try:
+                return number, self._assess(before)
+            except RunNotFoundError:
+                # It was removed meanwhile, or cannot be read.
+                if before.is_there():
+                    raise
 
     def _asked(self, digests: Mapping[str, str]) -> dict[str, str]:
         """Returns the identity of the training, given the checksums of its datasets."""
@@ -203,15 +151,16 @@ class Submitter:
 
     def _assess(self, before: Submission) -> Existing:
         """Returns the existing run. Spark computes checksums of DataFrames only if they decide that it is followed."""
-        generation, parts = self._request.template.generation, before.job.identity_parts
-        known = {name: parts.get(DATASET + name, "") for name in self._request.sources}
+        generation, job = self._request.template.generation, before.job
+        # The orchestrator repeats by itself the try that submitted it.
+        automatic = bool(generation) and generation == job.generation
+        known = {name: job.identity_parts.get(DATASET + name, "") for name in self._request.sources}
 
         def assess(digests: dict[str, str]) -> Existing:
-            asked = self._asked(known | digests)
-            return existing.assess(before, asked, generation, self._request.caller, by_name=self._by_name)
+            return existing.assess(before, self._asked(known | digests), self._request.caller, automatic=automatic)
 
-        if existing.is_repeated(before.job, generation):
-            # The next try of a chain follows whatever differs, and perhaps the data cannot be read any more.
+        if automatic:
+            # It is followed whatever differs, and perhaps the data cannot be read any more.
             return assess({})
         found = assess(cheap := self._sources.digests(frames=False))
         return assess(self._sources.digests()) if found.is_followed and len(cheap) < len(known) else found
@@ -226,20 +175,20 @@ class Submitter:
         try:
             manifests, queries, digests = self._sources.collect(own, found.own if found else None)
             identity = self._asked(digests)
-            if found and found.decision is Decision.RESUME and not self._by_name:
+            if found and found.decision is Decision.RESUME:
                 # Only now all rows are known.
-                automatic = existing.is_repeated(found.own.job, request.template.generation)
-                comparison = compare(found.own.job.identity_parts, identity, automatic=automatic)
+                comparison = compare(found.own.job.identity_parts, identity, automatic=found.automatic)
                 decision = Decision.RESUME if comparison.same else Decision.FRESH
                 found = replace(found, decision=decision, comparison=comparison)
             job = replace(job, identity=digest_of_parts(identity), identity_parts=identity, queries=queries)
             files = {"payload.pkl": self._payload.data}
-            sent = request.code.sent
-            parts = {"modules.zip": self._payload.modules.zipped, "code.zip": sent[1] if sent else None}
-            parts |= {FILE: to_bytes(manifests) if manifests else None}
-            files |= {name: [part] for name, part in parts.items() if part is not None}
-            described = {name: _described(own.path(name), content) for name, content in files.items()}
-            described |= _describe_arguments(self._payload)
+            if zipped := self._payload.modules.zipped:
+                files["modules.zip"] = [zipped]
+            if sent := request.code.sent:
+                files["code.zip"] = [sent[1]]
+            if manifests:
+                files[FILE] = [to_bytes(manifests)]
+            described = _described(own, files, self._payload.refs)
             with existing.storing(run):
                 job = replace(existing.behind(found, job), files=described)
             self.own = own = Submission(run, job)
@@ -256,60 +205,50 @@ class Submitter:
             logger.warning("run %s: %s", run.directory, own.job.beginning)
         return True
 
-    @property
-    def submission(self) -> Submission:
-        """The submission that was made, behind `submit` that has found no run to follow."""
-        assert self.own
-        return self.own
 
-    @contextlib.contextmanager
-    def recording_end(self) -> Iterator[None]:
-        """Records the end of the submission if the block ends before a driver has begun.
+@contextlib.contextmanager
+def recording_end(submitter: Submitter) -> Iterator[None]:
+    """Records the end of the submission if an exception ends the block before a driver has begun.
 
-        Until its driver's first status, a run counts as living for as long as the process that has submitted it.
-        """
-        owner = os.getpid()
-        try:
-            yield
-        except BaseException as error:
-            # A forked child that leaves the block has submitted nothing.
-            if self.own and os.getpid() == owner:
-                record_end(self.own, error)
+    Until its driver's first status, a run counts as living for as long as the process that has submitted it.
+    """
+    owner = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        own = submitter.own
+        # A forked child that leaves the block has submitted nothing.
+        if own is None or os.getpid() != owner:
             raise
 
-
-def record_end(own: Submission, error: BaseException) -> None:
-    """Records that a submission has ended by an exception of its caller, unless a driver has begun."""
-
-    def record() -> None:
         what, state = f"{type(error).__name__}: {error}".rstrip(": "), "failed"
         end = error if isinstance(error, RankZeroError) else EngineError(f"the driver could not be started: {what}")
         if not isinstance(error, Exception):
-            end, state = (
-                RunCancelledError(f"the caller was interrupted by {what} before the driver started"),
-                "cancelled",
-            )
-        if own.is_there() and (status := own.status()).driver_pid is None and not status.final:
-            # A driver process that has started nevertheless finds the end, and exits.
-            own.finish(replace(status, state=state, error=end.to_json()))
+            what, state = f"the caller was interrupted by {what} before the driver started", "cancelled"
+            end = RunCancelledError(what)
 
-    # A store may raise anything, which must not replace the exception, and one that does not answer must not keep a
-    # caller that was interrupted.
-    with contextlib.suppress(Exception):
-        in_thread(record).result(_RECORD_TIMEOUT)
+        def record() -> None:
+            if own.is_there() and (status := own.status()).driver_pid is None and not status.final:
+                # A driver process that has started nevertheless finds the end, and exits.
+                own.finish(replace(status, state=state, error=end.to_json()))
 
-
-def _described(location: str, parts: list[Part]) -> dict[str, Any]:
-    return {"location": location, "size": sum(map(len, parts)), "absolute": False, "digest": digest_of(parts)}
+        # A store may raise anything, which must not replace the exception, and one that does not answer must not keep a
+        # caller that was interrupted.
+        with contextlib.suppress(Exception):
+            in_thread(record).result(_RECORD_TIMEOUT)
+        raise
 
 
-def _describe_arguments(payload: pack.Payload) -> dict[str, dict[str, Any]]:
-    """Describes the files that arguments refer to. Raises InvalidJobError if one does not exist."""
+def _described(own: Submission, files: Mapping[str, list[Part]], refs: list[ResultRef]) -> dict[str, dict[str, Any]]:
+    """Describes the files of a submission, and those of arguments. Raises InvalidJobError if one does not exist."""
     described: dict[str, dict[str, Any]] = {}
-    for number, ref in enumerate(payload.refs):
+    for name, parts in files.items():
+        facts = {"location": own.path(name), "size": sum(map(len, parts)), "absolute": False}
+        described[name] = {**facts, "digest": digest_of(parts)}
+    for number, ref in enumerate(refs):
         # Workers read files on an object store directly; if a worker cannot, the driver does.
         if not (store.is_url(ref.uri) or (os.path.isfile(ref.uri) and os.path.getsize(ref.uri) == ref.size)):
             raise InvalidJobError(f"the argument {ref.uri} does not exist or is not the {ref.size} bytes stored")
-        facts = {"location": ref.uri, "size": ref.size, "digest": ref.digest, "absolute": True}
-        described[f"ref-{number}"] = {**facts, "uri": ref.uri}
+        facts = {"location": ref.uri, "size": ref.size, "absolute": True}
+        described[f"ref-{number}"] = {**facts, "digest": ref.digest, "uri": ref.uri}
     return described

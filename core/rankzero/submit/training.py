@@ -2,55 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 import importlib.util
 import inspect
 import itertools
 import os
-import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+import pkgutil
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from rankzero.errors import InvalidJobError
 from rankzero.masking import MASK, Mask, hides, secrets_of, without_credentials
-from rankzero.submit.code_modules import forget_places, is_distributed, is_importable, named_like, spec_of
-from rankzero.submit.code_source import NOTHING, Source, source_of_file, to_code
-from rankzero.values.ref import ResultRef
+from rankzero.submit import code
 
-MODULE = "-m "
-"""Prefix of a ``train`` that names a module to run, as for ``python`` and ``torchrun``."""
-
-MAX_TEXT = 500
-"""Characters to which a value is cut that is shown."""
-
-_BITS = 1024
-"""Most bits of an integer that is shown: more digits than Python writes would fail the submission."""
-
-_ASSIGNED = re.compile(r"[-+~]*(\w[\w.@-]*)=(.*)", re.DOTALL)
-"""A word of a command line: ``--name=value``, or ``name=value`` as Hydra has it; not the path ``data/day=1``."""
+MODULE = "-m "  # Prefix of a `train` that names a module to run, as for `python` and `torchrun`
+MAX_TEXT = 500  # Characters to which a value is cut that is shown
+_BITS = 1024  # Most bits of an integer that is shown: more digits than Python writes would fail the submission
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A script, a module or a command, which ranks run in place of a function.
+class Program(NamedTuple):
+    """A script, a module or a command, which ranks run in place of a function."""
 
-    Attributes:
-        kind: ``"script"`` for a Python file, ``"module"`` as for ``python -m``, ``"command"`` as for torchrun's
-            ``--no-python``.
-        target: Absolute path of the script, name of the module, or the program.
-        line: The first words of the command line, of which the first is a command's program.
-        source: The text of a script.
-        needs: The names of the modules that a script or module needs.
-        first: The directory that is searched before `sys.path` for them.
-    """
-
-    kind: str
-    target: str
-    line: tuple[str, ...] = ()
-    source: bytes = b""
-    needs: Source = NOTHING
-    first: str | None = None
+    kind: str  # "script" for a Python file, "module" as for `python -m`, "command" as for torchrun's --no-python
+    target: str  # Absolute path of the script, name of the module, or the program
+    line: tuple[str, ...] = ()  # The first words of the command line, of which the first is a command's program
+    source: bytes = b""  # The text of a script
+    needs: code.Source = code.Source()  # The names of the modules that a script or module needs
+    first: str | None = None  # The directory that is searched before `sys.path` for them
 
     @property
     def name(self) -> str:
@@ -61,14 +38,10 @@ class Program:
 def resolve(train: object) -> Any:
     """Resolves ``train`` to a `Program`, or to the object that ranks call.
 
-    Args:
-        train: A callable, ``"path/to/script.py"``, a path object, ``"package.module:function"``,
-            ``"-m package.module"``, or a list of words, which are a command.
-
-    Raises:
-        InvalidJobError: there is no such script, module, function or program.
+    It is a callable, ``"path/to/script.py"``, a path object, ``"package.module:function"``, ``"-m package.module"``, or
+    a list of words, which are a command. Raises InvalidJobError if there is no such thing.
     """
-    forget_places()
+    code.forget_places()
     if isinstance(train, (list, tuple)):
         if not train or not all(isinstance(word, (str, os.PathLike)) for word in train):
             raise InvalidJobError(f"train is {train!r}; a command is a list of strings, such as ['bash', 'train.sh']")
@@ -79,10 +52,10 @@ def resolve(train: object) -> Any:
         if not all(part.isidentifier() for part in name.split(".")):
             raise InvalidJobError(f"train={train!r} names no module: write '-m package.module', its arguments apart")
         root = name.partition(".")[0]
-        if not (spec_of(root, here) or importlib.util.find_spec(root)):
+        if not (code.spec_of(root, here) or importlib.util.find_spec(root)):
             raise InvalidJobError(f"train={train!r}: there is no module {root!r} in the working directory or sys.path")
         # A package is run by its module `__main__`.
-        return Program("module", name, needs=Source(imports=frozenset({name, f"{name}.__main__"})), first=here)
+        return Program("module", name, needs=code.Source(imports=frozenset({name, f"{name}.__main__"})), first=here)
     is_reference = isinstance(train, str) and ":" in train and os.sep not in train and not train.endswith(".py")
     if isinstance(train, (str, os.PathLike)) and not is_reference:
         path = os.path.abspath(os.path.expanduser(os.fspath(train)))
@@ -91,32 +64,25 @@ def resolve(train: object) -> Any:
         with open(path, "rb") as file:
             source = file.read()
         try:
-            to_code(source, path)
+            code.to_code(source, path)
         except (SyntaxError, ValueError) as error:
             raise InvalidJobError(f"train={path!r} is not Python: {error}") from None
-        return Program("script", path, (), source, source_of_file(path), os.path.dirname(path))
+        return Program("script", path, (), source, code.source_of_file(path), os.path.dirname(path))
     found: Any = _function(train) if isinstance(train, str) else train
-    named: Any = named_like(found, found.__module__) if is_distributed(found) else None
-    if is_distributed(named) and named.launch_function is found.launch_function:
+    named: Any = code.named_like(found, found.__module__) if code.is_distributed(found) else None
+    if code.is_distributed(named) and named.launch_function is found.launch_function:
         # Of `train.options(...)`, ranks import `train`.
         found = named
     # In ranks, what `rankzero.distributed` has made of a function is the plain function.
-    return found.launch_function if is_distributed(found) and not is_importable(found) else found
+    return found.launch_function if code.is_distributed(found) and not code.is_importable(found) else found
 
 
 def _function(reference: str) -> object:
-    module_name, _, attribute = reference.partition(":")
     try:
-        found: object = importlib.import_module(module_name)
+        return pkgutil.resolve_name(reference)
     except Exception as error:
-        raise InvalidJobError(
-            f"train={reference!r}: module {module_name!r} cannot be imported: {error}", code="RZ-1006"
-        ) from error
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise InvalidJobError(f"train={reference!r}: module {module_name!r} has no function {attribute!r}")
-        found = getattr(found, part)
-    return found
+        what = f"train={reference!r} cannot be imported: {type(error).__name__}: {error}"
+        raise InvalidJobError(what, code="RZ-1006") from error
 
 
 def check_callable(function: object, args: tuple[Any, ...], kwargs: dict[str, Any], *, are_all: bool = True) -> None:
@@ -151,35 +117,32 @@ def name_of(function: object) -> str:
 def params_of(
     training: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], env: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns the arguments of a call, with defaults, as short plain values; ``args`` has all words of a command line.
+    """Returns the arguments of a call by name, with defaults: plain values, and the names of the types of others.
 
-    Args:
-        training: The result of `resolve`.
-        args: Positional arguments, or the rest of the command line.
-        kwargs: Keyword arguments.
-        env: The ranks' variables. Their secrets are masked, and those of the arguments and of URLs in them.
+    A command line is one text, ``args``. Secrets are masked by their names, also those of the ranks' variables,
+    wherever else they occur, and in URLs.
 
     Example:
         >>> def train(lr, *, model, token=""): ...
-        >>> params_of(train, (0.1,), {"model": {"layers": 2, "weights": object()}, "token": "geheim"}, {})
-        {'lr': 0.1, 'model': "{'layers': 2, 'weights': 'object'}", 'token': '***'}
+        >>> params_of(train, (0.1,), {"model": object(), "token": "geheim"}, {})
+        {'lr': 0.1, 'model': 'object', 'token': '***'}
     """
     named = bind(training, args, kwargs, all_of=True)
-    groups = [named, *(value for value in named.values() if isinstance(value, dict))]
+    words: list[str] = []
+    secrets = [secret for group in (env, named) for secret in secrets_of(group)]
+    # Of a dict, too, which is shown as its type: another argument may have a part of it.
+    secrets += [secret for value in named.values() if isinstance(value, dict) for secret in secrets_of(value)]
     if isinstance(training, Program):
-        words = [*_named([str(word) for word in (*training.line, *args)])]
-        groups = [{name: value} for name, _, value in words]
-        named = {"args": [begin + (MASK if hides(name, value) else value) for name, begin, value in words]}
-    # A secret of one argument may be part of another.
-    mask = Mask([*secrets_of(env), *(secret for group in groups for secret in secrets_of(group))])
-    for name, value in named.items():
-        # Not deeper: a value may hold itself.
-        if isinstance(value, (list, tuple)):
-            named[name] = str([_plain(name, item, mask) for item in value[:MAX_TEXT]])
-        elif isinstance(value, dict):
-            shown = itertools.islice(value.items(), MAX_TEXT)
-            named[name] = str({str(key): _plain(str(key), each, mask) for key, each in shown})
-    return {name: _plain(name, value, mask) for name, value in named.items()}
+        for before, word in itertools.pairwise(["", *training.line, *map(str, args)]):
+            # ``--name=value`` and ``name=value``, or the value behind ``--name``.
+            name, equals, value = word.partition("=")
+            if not equals:
+                name, value = before if before.startswith("-") and "=" not in before else "", word
+            secrets += secrets_of({name.lstrip("-+~"): value})
+            words.append(f"{name if equals else ''}{equals}{MASK}" if hides(name.lstrip("-+~"), value) else word)
+        named = {"args": " ".join(words)}
+    mask = Mask(secrets)
+    return {name: _shown(name, value, mask) for name, value in named.items()}
 
 
 def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, all_of: bool = False) -> dict[str, Any]:
@@ -207,23 +170,11 @@ def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, all
     return named
 
 
-def _named(words: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Yields the words of a command line, each as a name, the beginning of the word with the name, and the value."""
-    for before, word in itertools.pairwise(["", *words]):
-        if assigned := _ASSIGNED.fullmatch(word):
-            yield assigned[1], word[: assigned.start(2)], assigned[2]
-        else:
-            is_value = before.startswith("-") and not word.startswith("--")
-            yield before.lstrip("-") if is_value else "", "", word
-
-
-def _plain(name: str, value: Any, mask: Mask) -> Any:
+def _shown(name: str, value: Any, mask: Mask) -> Any:
     if isinstance(value, int) and value.bit_length() > _BITS:
         return type(value).__name__
     if hides(name, value):
         return MASK
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    if isinstance(value, ResultRef):
-        return value.uri
-    return without_credentials(mask.text(value))[:MAX_TEXT] if isinstance(value, str) else type(value).__name__
+    if isinstance(value, str):
+        return without_credentials(mask.text(value))[:MAX_TEXT]
+    return value if value is None or isinstance(value, (int, float)) else type(value).__name__

@@ -77,16 +77,12 @@ def fake_trainings(local_trainings: Path, monkeypatch: pytest.MonkeyPatch) -> Fa
     """
     fakes = FakeTrainings()
 
-    def faked(name: str) -> Any:
-        original = getattr(durable, name)
+    opened = durable.opened
 
-        def given(request: Request, train: Any, args: Any, kwargs: Any, *caller: Any) -> Any:
-            fakes.calls.append((train, args, kwargs))
-            return original(request, fakes.stand_in(), args, kwargs, *caller)
+    def faked(request: Request, train: Any, args: Any, kwargs: Any, **how: Any) -> Any:
+        fakes.calls.append((train, args, kwargs))
+        return opened(request, fakes.stand_in(), args, kwargs, **how)
 
-        return given
-
-    # Every launcher, operator and resource opens its runs by these.
-    for name in ("submit", "open_owned", "open_durable"):
-        monkeypatch.setattr(durable, name, faked(name))
+    # Every launcher, operator and resource opens its runs by this.
+    monkeypatch.setattr(durable, "opened", faked)
     return fakes

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rankzero.advice import require
+from rankzero.errors import require
 from rankzero.tracking.tracker import Rows, Tracker
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankzero import bounds, store
-from rankzero.advice import require
+from rankzero.errors import require
 from rankzero.tracking.tracker import Row, Rows, Tracker
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rankzero.train.context import get_context
 from rankzero.train.process_group import broadcast_object, ensure_process_group
-from rankzero.values.tensors import is_dense, is_sharded
+from rankzero.values.pickled import is_dense, is_sharded
 
 if TYPE_CHECKING:
     import torch

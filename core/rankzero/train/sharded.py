@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankzero.errors import ResultError
-from rankzero.values import tensors
+from rankzero.values.pickled import is_dense, is_sharded
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Shard:
     def of(cls, tensor: Any) -> Shard:
         """Returns this rank's piece of a DTensor; a whole tensor is one. Raises ResultError if ranks have summands."""
         shape = tuple(tensor.shape)
-        if not tensors.is_sharded(tensor):
+        if not is_sharded(tensor):
             return cls(shape, (0,) * len(shape), tensor.detach())
         if any(placement.is_partial() for placement in tensor.placements):
             raise ResultError(f"a DTensor with the placements {tensor.placements} has no pieces: redistribute() it")
@@ -54,13 +54,13 @@ class Shard:
 def has_sharded(state: Any) -> bool:
     """Returns True if plain dicts, lists and tuples contain a DTensor; False for a state that contains itself."""
     with contextlib.suppress(RecursionError):
-        return any(map(tensors.is_sharded, _tensors(state).values()))
+        return any(map(is_sharded, _tensors(state).values()))
     return False
 
 
 def split(state: Any) -> Any:
     """Returns this rank's part of a state, with a `Shard` for each DTensor. Raises like `Shard.of`."""
-    return _walk(state, lambda _, value: Shard.of(value) if tensors.is_sharded(value) else value)
+    return _walk(state, lambda _, value: Shard.of(value) if is_sharded(value) else value)
 
 
 def load(
@@ -139,7 +139,7 @@ def _tensors(state: Any) -> dict[tuple[Any, ...], Any]:
     found: dict[tuple[Any, ...], Any] = {}
 
     def note(path: tuple[Any, ...], value: Any) -> None:
-        if isinstance(value, Shard) or tensors.is_sharded(value) or tensors.is_dense(value):
+        if isinstance(value, Shard) or is_sharded(value) or is_dense(value):
             found[path] = value
 
     _walk(state, note)

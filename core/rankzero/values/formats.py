@@ -5,8 +5,9 @@
   ``torch.load(file, weights_only=True, mmap=True)``. It runs no code, and tensors are mapped from the file;
 * ``pickle`` for everything else, by cloudpickle, with large buffers beside the pickle.
 
-A written file is loaded once: a value that cannot be read back fails while it still exists. A digest is ``sha256:`` and
-what ``sha256sum`` prints of a file.
+A written file is loaded once: a value that cannot be read back fails while it still exists. The digest of a file of up
+to 4 MiB is ``sha256:`` and what ``sha256sum`` prints; of a larger one, whose blocks of 4 MiB all cores hash while it is
+written, ``sha256-4m:`` and the sha256 of their sha256s.
 
 This module runs inside workers: standard library, torch and cloudpickle only.
 """
@@ -16,36 +17,76 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import io
 import json
 import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, TYPE_CHECKING, Any
 
 from rankzero.errors import ResultError
-from rankzero.values import pickled, tensors
+from rankzero.host.usage import available_cores
+from rankzero.values import pickled
 from rankzero.values.plain import is_json
 
 if TYPE_CHECKING:
     import tarfile
 
 JSON, TORCH, PICKLE = "json", "torch", "pickle"
+BLOCK, _SYNCED = 4 << 20, 4  # Bytes that one thread hashes, and blocks after which the disk has them
 DIRECTORY = "tar"  # Format of a directory tree, for checkpoints
 SHARDS = "shards"  # Format of one rank's part of a sharded state, for checkpoints: see `rankzero.train.sharded`
 
 
 def digest_of(parts: Iterable[bytes | bytearray | memoryview]) -> str:
     """Returns the digest of a file that consists of the concatenated parts."""
-    found = hashlib.sha256()
+    blocks, size = [hashlib.sha256()], 0
     for part in parts:
-        found.update(part)
-    return f"sha256:{found.hexdigest()}"
+        rest = memoryview(part)
+        while rest:
+            if size == len(blocks) * BLOCK:
+                blocks.append(hashlib.sha256())
+            piece = rest[: len(blocks) * BLOCK - size]
+            blocks[-1].update(piece)
+            size, rest = size + len(piece), rest[len(piece) :]
+    return _joined([block.digest() for block in blocks])
 
 
 def digest_of_file(path: str | int) -> str:
     """Returns the digest of a file, by its path or descriptor. Raises OSError if it does not exist."""
     with open(path if isinstance(path, str) else f"/dev/fd/{path}", "rb", buffering=0) as file:
-        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+        return digest_of(iter(lambda: file.read(1 << 20), b""))
+
+
+def _joined(blocks: list[bytes]) -> str:
+    """Returns the digest of a file whose blocks have these sha256s."""
+    if len(blocks) == 1:
+        return f"sha256:{blocks[0].hex()}"
+    return f"sha256-4m:{hashlib.sha256(b''.join(blocks)).hexdigest()}"
+
+
+class _HashedFile(io.BufferedRandom):
+    """A new file whose blocks the threads of a pool hash, each as soon as it is complete. The disk begins meanwhile."""
+
+    def __init__(self, path: str, pool: ThreadPoolExecutor) -> None:
+        super().__init__(io.FileIO(path, "w+"))
+        self._pool, self.size = pool, 0
+        self.blocks, self.synced = list[Future[bytes]](), list[Future[None]]()
+
+    def write(self, data: Any) -> int:
+        for begin in range(0, len(data), BLOCK):
+            self.size += super().write(data[begin : begin + BLOCK])
+            if self.size // BLOCK > len(self.blocks):
+                self.hash_next()
+        return len(data)
+
+    def hash_next(self) -> None:
+        self.flush()
+        # From the file, since the memory may be freed by now; read, since a mapping of a file that shrinks is fatal.
+        read = functools.partial(os.pread, self.fileno(), BLOCK, len(self.blocks) * BLOCK)
+        self.blocks.append(self._pool.submit(lambda: hashlib.sha256(read()).digest()))
+        if len(self.blocks) % _SYNCED == 0:
+            self.synced.append(self._pool.submit(os.fsync, self.fileno()))
 
 
 def verify(file: int, expected: str, location: str) -> None:
@@ -64,28 +105,26 @@ def choose(value: object) -> str:
         return JSON
     # Some kinds of tensors lack attributes of others and raise any exception.
     with contextlib.suppress(Exception):
-        if tensors.is_all_tensors(value):
+        if pickled.is_all_tensors(value):
             return TORCH
     return PICKLE
 
 
 def write(value: object, file_format: str, path: str) -> tuple[int, str]:
     """Writes a value to a local file, and returns the file's size in bytes and its digest. Raises like `dump`."""
-    with open(path, "w+b") as file, ThreadPoolExecutor(1, "rankzero-sync") as pool:
+    # One thread waits for the disk.
+    with ThreadPoolExecutor(available_cores() + 1, "rankzero-digest") as pool, _HashedFile(path, pool) as file:
         dump(value, file_format, file)
-        # The disk and a processor work at the same time.
-        synced = pool.submit(os.fsync, file.fileno())
-        digest = digest_of_file(file.fileno())
-        synced.result()
-        return os.fstat(file.fileno()).st_size, digest
+        if file.size % BLOCK:
+            file.hash_next()
+        os.fsync(file.fileno())
+        for synced in file.synced:
+            synced.result()
+        return file.size, _joined([block.result() for block in file.blocks])
 
 
 def dump(value: object, file_format: str, file: IO[bytes]) -> None:
-    """Writes a value to an open file, and reads it back.
-
-    Raises:
-        ResultError: the value cannot be pickled, or the file cannot be read back; the message has the value's type.
-    """
+    """Writes a value to an open file, and reads it back. Raises ResultError, which has its type, if that fails."""
     if file_format == JSON:
         file.write(json.dumps(value).encode())
     elif file_format == TORCH:
@@ -96,7 +135,7 @@ def dump(value: object, file_format: str, file: IO[bytes]) -> None:
         switch = getattr(torch.serialization, "set_crc32_options", bool)
         switch(False)
         try:
-            torch.save(value, file, pickle_module=tensors.TorchPickle, pickle_protocol=2)
+            torch.save(value, file, pickle_module=pickled.TorchPickle, pickle_protocol=2)
         except RuntimeError as error:
             # torch's own error about a file that it could not finish hides that of the file.
             raise error.__context__ or error from None
@@ -148,23 +187,15 @@ def read_directory(path: str, digest: str, target: str) -> None:
             unpack(archive, target)
 
 
-def read(path: str, file_format: str, digest: str | None) -> Any:
-    """Loads a value from a local file after it has compared the digest; None skips the comparison.
+def read(path: str, file_format: str, digest: str | None, location: str = "") -> Any:
+    """Loads a value from a local file, whose digest is compared unless it is None. Errors name the location, if given.
 
-    Raises:
-        OSError: the file cannot be opened.
-        ResultError: the digest differs, the format is unknown, or an object cannot be created here.
+    Raises OSError if the file cannot be opened, else ResultError.
     """
-    with open(path, "rb") as file:
-        return read_open(file, path, file_format, digest)
-
-
-def read_open(file: IO[bytes], location: str, file_format: str, digest: str | None) -> Any:
-    """Loads a value from an open file, like `read`. The location is named in errors."""
-    with pickled.loading(f"the result {location} cannot be loaded here"):
+    with open(path, "rb") as file, pickled.loading(f"the result {location or path} cannot be loaded here"):
         # By the descriptor, so that the checked file is the one that is loaded, even if its name is replaced.
         if digest is not None:
-            verify(file.fileno(), digest, location)
+            verify(file.fileno(), digest, location or path)
         return _read(file.fileno(), file_format)
 
 

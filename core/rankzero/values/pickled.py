@@ -5,27 +5,34 @@ A file has a pickle and its large buffers: it is written without a copy in memor
     header    number of the parts, then the size of each, 8 bytes each
     parts     the pickle, then its out-of-band buffers (pickle protocol 5)
 
-Header and parts begin at multiples of 64 bytes. Runs inside workers: standard library, torch and cloudpickle only.
+Header and parts begin at multiples of 64 bytes. Tensors that show all of a memory share it as before; a view of a part
+is written with its own. Tensors of a GPU are loaded on the CPU. Runs inside workers: standard library, torch and
+cloudpickle only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import io
 import mmap
 import operator
 import pickle
+import re
 import struct
+import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rankzero.errors import ResultError
-from rankzero.values import tensors
-from rankzero.values.plain import canonical
+from rankzero.values.plain import canonical, consists_of, is_atom
+
+if TYPE_CHECKING:
+    import torch
 
 LARGE = 64 << 10  # Bytes from which on a buffer is stored outside of the pickle
-
 Part = bytes | memoryview
 
 _ADVICE = "Return its state (a state_dict, numbers) instead, or load it where the code that wrote it can be imported"
@@ -82,7 +89,7 @@ def _pickler() -> Any:
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
-            if tensors.is_sharded(obj) or hasattr(type(obj), "local_shards"):
+            if is_sharded(obj) or hasattr(type(obj), "local_shards"):
                 raise ResultError(
                     f"a value holds a {type(obj).__name__}, of which this rank has only its part: return "
                     "rankzero.train.full_state_dict(model), called on every rank, or report a state of DTensors"
@@ -90,7 +97,7 @@ def _pickler() -> Any:
             if type_name(obj) == "torch.nn.parallel.distributed.DistributedDataParallel":
                 # The model inside, since the other one needs a process group.
                 return operator.getitem, ((obj.module,), 0)
-            return tensors.reduce(obj) or super().reducer_override(obj)
+            return reduce_tensor(obj) or super().reducer_override(obj)
 
         def persistent_id(self, obj: Any) -> Any:
             known = self.__dict__.setdefault("known", {})
@@ -104,8 +111,7 @@ def _pickler() -> Any:
     return Pickler
 
 
-_ORDERED = {str, bytes, int, float}
-"""Types of items by which a set is sorted, since its own order differs between processes."""
+_ORDERED = {str, bytes, int, float}  # Types by which a set is sorted, since its own order differs between processes
 
 
 class Loader(pickle.Unpickler):
@@ -120,8 +126,7 @@ class Loader(pickle.Unpickler):
 def pickled(value: object) -> list[Part]:
     """Returns the parts of a value's file; its large buffers are not copied. Equal values have equal files.
 
-    Raises:
-        ResultError: the value cannot be pickled, or holds a part of a sharded tensor; the message has its type.
+    Raises ResultError, which has its type, if it cannot be pickled or holds a part of a sharded tensor.
     """
     stream, buffers = io.BytesIO(), list[memoryview]()
     with loading(f"a value of type {type_name(value)} cannot be pickled"):
@@ -144,3 +149,126 @@ def type_name(value: object) -> str:
     """Returns the name of a value's type, with its module."""
     # A user's class may have set these to any object.
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+# -- tensors --------------------------------------------------------------------------------------
+
+
+def is_sharded(value: Any) -> bool:
+    """Returns True for a DTensor, without importing its module."""
+    return hasattr(type(value), "placements") and hasattr(type(value), "device_mesh")
+
+
+def is_dense(value: Any) -> bool:
+    """Returns True for a tensor with its data in one storage."""
+    is_strided = str(getattr(value, "layout", None)) == "torch.strided" and not value.is_nested
+    return is_strided and not value.is_quantized and value.device.type != "meta"
+
+
+def compact(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the dense tensor, or a copy if it shows a part of its memory. Raises ResultError if that was freed."""
+    # These return a tensor itself unless it is a conjugated or negated view.
+    tensor = tensor.resolve_conj().resolve_neg()
+    available = tensor.untyped_storage().nbytes()
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel() and (tensor.storage_offset() + last + 1) * tensor.element_size() > available:
+        # torch would resize the storage and read uninitialized memory.
+        raise ResultError(f"the memory of a tensor with the shape {tuple(tensor.shape)} was freed: give its data")
+    if tensor.numel() * tensor.element_size() >= available:
+        return tensor
+    copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    copied.__dict__.update(tensor.__dict__)
+    return copied
+
+
+def reduce_tensor(obj: Any) -> tuple[Any, ...] | None:
+    """Reduces a tensor or storage, whose memory then is a buffer of the pickle; returns None for most others."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "UntypedStorage"):
+        # torch is not imported, or is being imported.
+        return None
+    if isinstance(obj, torch.TypedStorage):
+        return make_typed, (obj._untyped_storage, obj.dtype)
+    if isinstance(obj, torch.UntypedStorage) and obj.device.type != "meta":
+        return make_storage, (pickle.PickleBuffer(memory_of(obj.cpu())),)
+    if type(obj) is not torch.Tensor or not is_dense(obj):
+        return None
+    whole = compact(obj)
+    facts = whole.dtype, obj.requires_grad, vars(obj)
+    return make_tensor, (whole.untyped_storage(), *facts, whole.storage_offset(), tuple(whole.shape), whole.stride())
+
+
+def memory_of(storage: torch.UntypedStorage) -> memoryview:
+    """Returns the memory of a storage on the CPU, which keeps the storage alive."""
+    if not storage.nbytes():
+        return memoryview(b"")
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    memory.owner = storage  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
+
+
+def make_storage(buffer: Any) -> torch.UntypedStorage:
+    """Creates the storage of a pickled tensor on the buffer's memory; it cannot be resized."""
+    import torch
+
+    memory = memoryview(buffer)
+    if not memory.nbytes:
+        return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+    return torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8).untyped_storage()
+
+
+def make_typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """Creates the typed storage that torch's functions for rebuilding tensors expect."""
+    import torch
+
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def make_tensor(
+    storage: torch.UntypedStorage, dtype: torch.dtype, requires_grad: bool, attributes: dict[str, Any], *form: Any
+) -> torch.Tensor:
+    """Creates a pickled tensor in its storage, of a form: offset, shape and strides."""
+    import torch
+
+    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, *form)
+    vars(tensor).update(attributes)
+    return tensor.requires_grad_(requires_grad)
+
+
+def is_all_tensors(value: object) -> bool:
+    """Returns True for dense tensors in dicts, lists and tuples, beside strings, numbers, booleans and None."""
+    torch: Any = sys.modules.get("torch")
+    if not hasattr(torch, "nn"):
+        return False
+    types: dict[int, torch.dtype] = {}
+
+    def is_part(item: Any) -> bool:
+        return _is_plain(item, types) if type(item) in (torch.Tensor, torch.nn.Parameter) else is_atom(item)
+
+    return consists_of(value, (dict, OrderedDict, list, tuple), is_part, is_atom) and bool(types)
+
+
+def _is_plain(tensor: torch.Tensor, types: dict[int, torch.dtype]) -> bool:
+    """Returns True for a tensor that torch.save writes and reads; ``types`` has those seen before, by address."""
+    # torch.save cannot write integers of less than a byte.
+    if not is_dense(tensor) or re.fullmatch(r"torch\.u?int[1-7]", str(tensor.dtype)) or vars(tensor):
+        return False
+    if tensor.requires_grad and tensor.dtype.itemsize == 1 and type(tensor).__name__ == "Tensor":
+        # torch's function for newer types fails.
+        return False
+    # torch.save refuses views of one memory with several types.
+    return types.setdefault(tensor.untyped_storage().data_ptr() or -id(tensor), tensor.dtype) == tensor.dtype
+
+
+class TorchPickle:
+    """A module of pickle for ``torch.save``, which writes compact tensors, and equal bytes for equal values."""
+
+    class Pickler(pickle._Pickler):
+        """A pickler that pickles the compact or canonical object instead of a given one."""
+
+        def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+            """Pickles one object, or the object that stands for it."""
+            if type(obj) is sys.modules["torch"].Tensor:
+                known = vars(self).setdefault("compact", {})
+                obj = known.setdefault(id(obj), (obj, compact(obj)))[1]
+            super().save(canonical(obj), save_persistent_id)  # type: ignore[misc]

@@ -12,18 +12,10 @@ from typing import Any
 from rankzero.errors import encodable
 
 MAX_DEPTH = 100  # Most levels of nested containers, since the readers and writers of files recurse
-
-MAX_BITS = 2032
-"""Most bits of an integer: ``torch.load(weights_only=True)`` reads no more, and a user may limit Python to 640 digits
-of decimal text."""
-
+MAX_BITS = 2032  # Most bits of an integer, since ``torch.load(weights_only=True)`` reads no more
 _EXACT_FLOATS = 1e16  # Floats from here on have an exponent, and PostgreSQL's ``jsonb`` returns them as integers
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
-# JSON's reader joins two surrogates to one character, and UTF-8 has none.
-
-_REPEATS = 1000
-"""Containers that may be visited repeatedly, in addition to twice the number of all containers."""
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON's reader joins two to one character, and UTF-8 has none
+_REPEATS = 1000  # Containers that may be visited repeatedly, in addition to twice the number of all containers
 
 
 def is_json(value: object) -> bool:
@@ -111,8 +103,7 @@ def storable(value: Any) -> Any:
 def plain_view(value: object, most: int) -> Any:
     """Returns the value as exact JSON, with numpy scalars and 0-d arrays and tensors as Python numbers.
 
-    Raises:
-        ValueError: the converted value is not exact JSON, or has more than ``most`` characters as JSON.
+    Raises ValueError if it is not exact JSON then, or has more than ``most`` characters as JSON.
     """
     if not consists_of(value, (list, dict), lambda item: is_atom(item) or is_atom(_number(item)), _is_text):
         raise ValueError(f"it is a {type(value).__name__}, or holds parts, that are no JSON values")

@@ -27,7 +27,7 @@ class ResultRef:
     Attributes:
         uri: Absolute local path or fsspec URL of the file.
         format: ``"json"``, ``"torch"`` or ``"pickle"``.
-        digest: ``sha256:`` and what ``sha256sum`` prints of the file.
+        digest: Checksum of the file, with the name of its algorithm: see docs/values.md#digests.
         size: Bytes of the file.
         summary: Facts for display: type, last metrics.
         fingerprint: `store.fingerprint` of a local file of tensors when its checksum was computed. While the file has
@@ -102,14 +102,14 @@ class ResultRef:
             with store.open_read(self.uri) as remote:
                 shutil.copyfileobj(remote, local, 8 << 20)
             local.seek(0)
-            return formats.read_open(local, self.uri, self.format, self.digest)
+            return formats.read(f"/dev/fd/{local.fileno()}", self.format, self.digest, self.uri)
 
     def load_from(self, path: str) -> Any:
         """Loads the value from a local copy of the file, like `load`."""
         with self._explained(path), open(path, "rb") as file:
             # By its descriptor, since its name may be replaced.
             is_known = self.fingerprint is not None and store.fingerprint(file.fileno()) == self.fingerprint
-            return formats.read_open(file, path, self.format, None if is_known else self.digest)
+            return formats.read(f"/dev/fd/{file.fileno()}", self.format, None if is_known else self.digest, path)
 
     @contextlib.contextmanager
     def _explained(self, location: str) -> Iterator[None]:
@@ -156,11 +156,10 @@ def map_refs(value: Any, function: Callable[[ResultRef], Any]) -> Any:
         >>> map_refs({"a": [1], "b": (ResultRef("/x", "json", "", 0),)}, lambda ref: ref.uri)
         {'a': [1], 'b': ('/x',)}
     """
-    try:
+    with contextlib.suppress(RecursionError):
         return _copied(value, function, {})
-    except RecursionError:
-        # A value of so many levels cannot be pickled either.
-        return value
+    # A value of so many levels cannot be pickled either.
+    return value
 
 
 def _copied(item: Any, function: Callable[[ResultRef], Any], made: dict[int, Any]) -> Any:

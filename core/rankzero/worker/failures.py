@@ -17,9 +17,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rankzero.advice import advised
 from rankzero.channel.messages import Failed
-from rankzero.errors import RetryableError, encodable
+from rankzero.errors import RetryableError, advised, encodable
 from rankzero.job import qualified_name
 
 MESSAGE_LIMIT = 16 << 10

@@ -25,7 +25,6 @@ from rankzero import (
     SparkEngine,
     TorchDistributor,
 )
-from rankzero.doctor.examine import examine
 from rankzero.engines.connect.client import CONNECT_SESSION_WINDOW
 from rankzero.job import Job
 
@@ -226,9 +225,3 @@ def test_ranks_get_cores_of_their_own_where_the_cluster_has_profiles(launcher: L
         assert on_cluster.run(threads) == "2"
         with pytest.raises(InsufficientSlotsError, match="needs 3 task slots at the same time"):
             on_cluster.options(num_processes=3).run(threads)
-
-
-def test_the_doctor_examines_a_server(server: ConnectServer, tmp_path: Path) -> None:
-    found = examine(SparkConnectEngine(server.url), store=str(tmp_path))
-    assert found.healthy, found
-    assert [rank["rank"] for rank in found.ranks] == [0, 1]

@@ -17,7 +17,7 @@ def no_jvm(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*_: object) -> None:
         raise AssertionError("a driver was started")
 
-    monkeypatch.setattr("rankzero.submit.drivers.start_driver", started)
+    monkeypatch.setattr("rankzero.submit.durable.start_driver", started)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 

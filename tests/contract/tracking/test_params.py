@@ -12,7 +12,7 @@ from rankzero.submit.training import MAX_TEXT, Program, params_of
 def train(lr: float, *layers: int, model: dict[str, Any] | None = None, **more: Any) -> None: ...
 
 
-NONE = {"layers": "[]", "model": None}
+NONE = {"layers": "tuple", "model": None}
 
 
 def of_line(*words: object) -> object:
@@ -21,8 +21,7 @@ def of_line(*words: object) -> object:
 
 def test_a_function_s_arguments_by_name() -> None:
     found = params_of(train, (0.1, 8, 16), {"model": {"depth": 2, "token": "geheim"}, "seed": object()}, {})
-    assert found == {"lr": 0.1, "layers": "[8, 16]", "model": "{'depth': 2, 'token': '***'}", "seed": "object"}
-    assert params_of(print, ("a",), {}, {})["args"] == "['a']"
+    assert found == {"lr": 0.1, "layers": "tuple", "model": "dict", "seed": "object"}
 
 
 def test_short_numbers_are_no_secrets() -> None:
@@ -42,7 +41,7 @@ def test_no_password_of_an_address_and_no_secret_of_another_argument_is_shown() 
         **NONE,
         "lr": "s3://me:***@host/runs",
         "db": "jdbc:postgresql://db/x?user=me&password=***",
-        "model": "{'token': '***'}",
+        "model": "dict",
         "hook": "http://h/***/x",
     }
 
@@ -51,18 +50,17 @@ def test_secrets_are_masked_and_what_is_large_is_cut() -> None:
     given = {"api_key": "geheim-1", "url": "http://geheim-2@host", "text": "x" * 9999, "huge": 10**5000}
     found = params_of(train, (1,), given, {"MY_TOKEN": "geheim-2"})
     assert found == {**NONE, "lr": 1, "api_key": "***", "url": "http://***@host", "text": "x" * MAX_TEXT, "huge": "int"}
-    assert len(params_of(train, (1,), {"numbers": [*range(9999)]}, {})["numbers"]) == MAX_TEXT
 
 
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        (("--lr", 0.1, "--max_tokens", "4096"), "['--lr', '0.1', '--max_tokens', '4096']"),
-        (("--token", "geheim", "--auth-token=geheim-2"), "['--token', '***', '--auth-token=***']"),
-        (("--token", "geheim", "http://h/geheim"), "['--token', '***', 'http://h/***']"),
-        (("--token", "--fast", "db.password=geheim"), "['--token', '--fast', 'db.password=***']"),
-        (("+lr=0.1", "day=1/part-0", "-Dfs.secret.key=geheim"), "['+lr=0.1', 'day=1/part-0', '-Dfs.secret.key=***']"),
-        (("--", "http://ann:geheim@h/x?token=geheim&n=1"), "['--', 'http://ann:***@h/x?token=***&n=1']"),
+        (("--lr", 0.1, "--max_tokens", "4096"), "--lr 0.1 --max_tokens 4096"),
+        (("--token", "geheim", "--auth-token=geheim-2"), "--token *** --auth-token=***"),
+        (("--token", "geheim", "http://h/geheim"), "--token *** http://h/***"),
+        (("--token=x==", "--pw", "db.password=geheim"), "--token=*** --pw db.password=***"),
+        (("+lr=0.1", "day=1/part-0", "-Dfs.secret.key=geheim"), "+lr=0.1 day=1/part-0 -Dfs.secret.key=***"),
+        (("--", "http://ann:geheim@h/x?token=geheim&n=1"), "-- http://ann:***@h/x?token=***"),
     ],
 )  # fmt: skip
 def test_a_command_line_shows_no_secrets(words: tuple[object, ...], shown: str) -> None:
@@ -79,9 +77,4 @@ def test_a_command_line_shows_no_secrets(words: tuple[object, ...], shown: str) 
     ],
 )
 def test_urls_show_no_secrets(url: str, shown: str) -> None:
-    assert params_of(train, (1,), {"url": url, "urls": [url]}, {}) == {
-        **NONE,
-        "lr": 1,
-        "url": shown,
-        "urls": str([shown]),
-    }
+    assert params_of(train, (1,), {"url": url}, {}) == {**NONE, "lr": 1, "url": shown}

@@ -22,7 +22,7 @@ from tests.faults.crash.program import RUN, STEPS
 
 from rankzero import RunHandle, RunNotFoundError, store
 from rankzero.run.status import RunStatus
-from rankzero.store.leftovers import UNFINISHED_AFTER
+from rankzero.store.upkeep import UNFINISHED_AFTER
 
 FOLDER = Path(__file__).parent
 

@@ -13,8 +13,7 @@ from tests.faults.kit import Proxy
 
 from rankzero import bounds
 from rankzero.channel import connection
-from rankzero.channel.client import Driver
-from rankzero.channel.connection import Connection, new_secret
+from rankzero.channel.connection import Connection, Driver, new_secret
 from rankzero.channel.messages import Message, MessageError
 from rankzero.channel.server import Server
 from rankzero.channel.tls import make_identity

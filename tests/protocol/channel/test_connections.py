@@ -36,7 +36,7 @@ def test_an_agent_that_dies_is_lost_with_the_reason(tmp_path: Path, how: str) ->
             agent.connection.close() if how == "close" else agent.connection.abort("")
             await until(lambda: served.received.ended)
             assert served.received.ended[0]
-            assert not served.server.connected
+            assert not served.server.agents
 
     asyncio.run(main())
 
@@ -70,7 +70,7 @@ def test_the_driver_is_found_behind_an_address_that_drops_packets(
             ]
             monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
             await served.agent(driver=served.driver("driver"))
-            assert set(served.server.connected) == {0}
+            assert served.server.agents.keys() == {0}
             assert asyncio.get_running_loop()._default_executor is None
 
     with contextlib.ExitStack() as stack:
@@ -104,7 +104,7 @@ def test_an_agent_waits_for_a_silent_driver_whose_process_lives(tmp_path: Path) 
             for _ in range(round(2 * SILENCE / PING)):
                 await asyncio.sleep(PING)
                 # The driver is the one that is silent.
-                served.server.connected[0].received_at = time.monotonic()
+                served.server.agents[0].received_at = time.monotonic()
             assert agent.ended is None
             lives = False
             await until(lambda: agent.ended)

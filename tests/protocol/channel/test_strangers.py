@@ -185,6 +185,6 @@ def test_names_and_both_families_of_addresses(tmp_path: Path, bind: str, host: s
     async def main() -> None:
         async with serving(tmp_path, bind) as served:
             await served.agent(driver=served.driver(host))
-            assert set(served.server.connected) == {0}
+            assert served.server.agents.keys() == {0}
 
     asyncio.run(main())

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from rankzero import store
-from rankzero.run import growing
-from rankzero.run.growing import PieceWriter, Position, Stream
+from rankzero.run.lines import PieceWriter, Position, Stream
 from rankzero.run.status import RunStatus
 
 WAIT = 30.0
@@ -30,7 +29,7 @@ def read_all(location: str, position: Position, end: list[int] | None) -> tuple[
 
 
 def test_a_piece_is_written_again_until_it_is_large(location: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growing, "PIECE", 100)
+    monkeypatch.setattr("rankzero.run.lines.PIECE", 100)
     writer = PieceWriter(location)
     for number in range(50):
         writer.append([f"line {number}"])
@@ -44,7 +43,7 @@ def test_a_piece_is_written_again_until_it_is_large(location: str, monkeypatch: 
 def test_a_follower_reads_each_line_once_and_asks_for_nothing_in_vain(
     location: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(growing, "PIECE", 30)
+    monkeypatch.setattr("rankzero.run.lines.PIECE", 30)
     asked: list[str] = []
     read_bytes, read_from = store.read_bytes, store.read_from
     monkeypatch.setattr(store, "read_bytes", lambda name: asked.append(name) or read_bytes(name))
@@ -70,7 +69,7 @@ def test_a_follower_reads_each_line_once_and_asks_for_nothing_in_vain(
 def test_what_the_store_refuses_waits_and_an_answer_that_was_lost_doubles_nothing(
     location: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(growing, "PIECE", 20)
+    monkeypatch.setattr("rankzero.run.lines.PIECE", 20)
     through, calls = store.write_bytes, 0
 
     def write(name: str, data: bytes) -> None:
@@ -112,7 +111,7 @@ def test_a_second_driver_writes_behind_the_first(location: str) -> None:
 
 
 def test_more_than_can_wait_is_refused(location: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growing, "WAITING_LIMIT", 10)
+    monkeypatch.setattr("rankzero.run.lines.WAITING_LIMIT", 10)
     writer = PieceWriter(location)
     writer.append(["12345678"])
     with pytest.raises(OSError, match="takes no lines"):

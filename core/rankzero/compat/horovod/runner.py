@@ -11,7 +11,7 @@ from typing import Any
 from rankzero.compat.torch_distributor import active_session, engine_of_session
 from rankzero.errors import EngineError, InvalidJobError
 from rankzero.launcher import Launcher, follow_run
-from rankzero.run.printing import print_line
+from rankzero.run.lines import print_line
 
 _OWN = re.compile(r"(?:\[\d+\] )?rankzero: ")  # Begins a line of rankzero itself, which no verbosity hides
 

@@ -12,9 +12,8 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from rankzero import bounds
-from rankzero.advice import require
 from rankzero.engines.spark import stage as spark
-from rankzero.errors import LOST, EngineError, InvalidJobError, RankZeroError
+from rankzero.errors import LOST, EngineError, InvalidJobError, RankZeroError, require
 from rankzero.host.network import first_reachable, without_brackets
 
 CONNECT_SERVER_TIMEOUT = bounds.stretched(10.0)  # For a Spark Connect server to accept a TCP connection

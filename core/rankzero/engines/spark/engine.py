@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import rankzero
 from rankzero.data.manifest import Manifest
-from rankzero.engines.base import AgentConfig, Engine, EngineSession, OnEnd, require_torch
+from rankzero.engines.base import AgentConfig, Engine, EngineSession, OnEnd
 from rankzero.engines.gpus import GpuClaims, local_gpus, require_local_gpus
 from rankzero.engines.local import LOOPBACK, LocalEngine
 from rankzero.engines.spark import jvm
@@ -42,7 +42,7 @@ from rankzero.engines.spark.conf import (
 from rankzero.engines.spark.context import KnownContext, known
 from rankzero.engines.spark.materialize import materialize, open_query
 from rankzero.engines.spark.stage import SparkGroup, make_task, task_config
-from rankzero.errors import EngineError, InvalidJobError
+from rankzero.errors import EngineError, InvalidJobError, require
 from rankzero.host.network import without_brackets
 from rankzero.job import Job
 from rankzero.kinds import STRINGS
@@ -139,7 +139,7 @@ class SparkEngine(Engine):
         jvm.require_pyspark()
         jvm.require_java()
         if LOCAL.fullmatch(master) and jvm.own_python(conf) == sys.executable:
-            require_torch()
+            require("the ranks need", "torch", "torch")
 
     def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the master, which may be shown, and the conf, which may hold credentials."""

@@ -12,12 +12,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from rankzero.advice import advised, require
 from rankzero.engines.base import words_of
 from rankzero.engines.local import LOOPBACK
 from rankzero.engines.spark.conf import LOCAL, spark_defaults
 from rankzero.engines.spark.stage import first_lines
-from rankzero.errors import EngineError, InvalidJobError
+from rankzero.errors import EngineError, InvalidJobError, advised, require
 
 # Spark retries a barrier stage that lacks slots every 15 s; a session of the engine retries each second.
 _OWN_DEFAULTS = {

@@ -23,14 +23,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rankzero import bounds, store
-from rankzero.advice import require
 from rankzero.data import kinds
 from rankzero.data.files import filesystem_of, open_file
 from rankzero.data.kinds import VECTOR
 from rankzero.data.manifest import File, Manifest, encode_schema
 from rankzero.engines.spark import part as part_module
 from rankzero.engines.spark.stage import first_lines, reason, with_own_python
-from rankzero.errors import EngineError, InvalidJobError
+from rankzero.errors import EngineError, InvalidJobError, require
 from rankzero.threads import in_thread
 
 DATAFRAME_PROGRESS_INTERVAL = bounds.scaled(10.0)  # Between two lines about a DataFrame that Spark is computing

@@ -11,10 +11,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from rankzero.advice import advised, known
 from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd, words_of
 from rankzero.engines.local import CUT_OFF
-from rankzero.errors import LOST, PREEMPTED, EngineError, InsufficientSlotsError, RankZeroError
+from rankzero.errors import LOST, PREEMPTED, EngineError, InsufficientSlotsError, RankZeroError, advised, known
 from rankzero.host.processes import fork_safe
 from rankzero.job import Job
 

@@ -1,18 +1,26 @@
-"""Growing files, to which lines are appended: the lines and events of a submission.
+"""The lines and events of a run: the growing files that hold them, the form of a stored line, and its printing.
 
-On a disk each is one file. An object store cannot append: there it is a folder of pieces, the last of which is
-rewritten while it is small. ``status.json`` records the end, so that readers do not request pieces that do not exist.
+On a disk a growing file is one file. An object store cannot append: there it is a folder of pieces, the last of which
+is rewritten while it is small. ``status.json`` records the end, so that readers request no piece that does not exist.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import json
+import logging
+import re
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from typing import IO, Any, NamedTuple, TypeVar
 
 from rankzero import store
 from rankzero.run.status import RunStatus
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -205,3 +213,148 @@ class PieceWriter:
 
 def _piece_name(location: str, piece: int) -> str:
     return store.join(location, f"{piece:08d}")
+
+
+# -- the form of a stored line ---------------------------------------------------------------------
+
+_OF_RANK = re.compile(r"\[(\d+)\] ")
+
+_STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z\t")
+
+
+class Line(NamedTuple):
+    """A line that a rank has written."""
+
+    stamp: str  # When the driver received it or the line before it, in UTC, as ISO 8601 with milliseconds; or empty
+    rank: int | None  # None for a note about lines of all ranks
+    text: str
+
+    @property
+    def prefixed(self) -> str:
+        """The text after its ``[rank]``."""
+        return self.text if self.rank is None else f"[{self.rank}] {self.text}"
+
+    @property
+    def time(self) -> float | None:
+        """The Unix time of the stamp; None if it is empty, or the line only begins like one."""
+        try:
+            return datetime.fromisoformat(self.stamp).timestamp() if self.stamp else None
+        except ValueError:
+            return None
+
+
+def stamped(lines: Iterable[str], when: float) -> list[str]:
+    """Returns lines as they are stored: each after the time at which the driver received it, and a tab."""
+    stamp = datetime.fromtimestamp(when, UTC).replace(tzinfo=None).isoformat(timespec="milliseconds")
+    return [f"{stamp}Z\t{line}" for line in lines]
+
+
+def parsed(stored: Iterable[str], ranks: Collection[int] | None = None) -> Iterator[Line]:
+    """Yields the stored lines of some ranks, or of all, and notes about all ranks, which begin with no ``[rank]``."""
+    stamp = ""
+    for line in stored:
+        rank = None
+        if found := _OF_RANK.match(line):
+            rank, line = int(found[1]), line[found.end() :]
+        if found := _STAMP.match(line):
+            stamp, line = found[0][:-1], line[found.end() :]
+        if ranks is None or rank is None or rank in ranks:
+            yield Line(stamp, rank, line)
+
+
+def tails(lines: Iterable[Line], ranks: Iterable[int], room: int) -> dict[int, tuple[list[Line], bool]]:
+    """Returns the last ``room`` characters of the lines of each of some ranks, and whether some were left out."""
+    kept: dict[int, deque[Line]] = {rank: deque() for rank in ranks}
+    left, cut = dict.fromkeys(kept, room), set[int]()
+    for line in lines:
+        if line.rank in kept:
+            kept[line.rank].append(line)
+            left[line.rank] -= len(line.text)
+            while left[line.rank] < 0:
+                left[line.rank] += len(kept[line.rank].popleft().text)
+                cut.add(line.rank)
+    return {rank: (list(found), rank in cut) for rank, found in kept.items()}
+
+
+def events_of(stored: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yields events from the lines that hold them."""
+    for line in stored:
+        # A line that was cut by a full disk is not JSON.
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
+
+
+# -- printing --------------------------------------------------------------------------------------
+
+_ranks = logging.getLogger("rankzero.ranks")
+"""The logger that gets the lines of ranks. Its level, filters and handlers decide what is printed."""
+
+
+class _Printer(logging.Handler):
+    """Writes the lines of ranks to standard output."""
+
+    _failed: object = None
+    """The stream that could not be written, so that this is logged once."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes the line of a record."""
+        self.write(self.format(record))
+
+    def write(self, line: str) -> None:
+        """Writes a line to standard output as it is."""
+        stream = sys.stdout
+        if stream is None:
+            return
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        try:
+            stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
+            stream.flush()
+        except (OSError, ValueError) as error:
+            if self._failed is not stream:
+                self._failed = stream
+                what = "the lines of the ranks cannot be written to standard output (%s); the run continues"
+                logger.warning(what, error)
+
+
+_printer = _Printer()
+
+
+def _print_ranks() -> None:
+    _ranks.addHandler(_printer)
+    _ranks.propagate = False
+    if not _ranks.level:
+        _ranks.setLevel(logging.INFO)
+
+
+if not _ranks.handlers:
+    _print_ranks()
+
+
+def print_line(line: str, run_id: str = "") -> None:
+    """Passes a line of a rank to the logger ``rankzero.ranks``, which writes it to standard output unless changed.
+
+    A process without standard output prints none, and a stream that fails (a full disk, a closed pipe) does not end the
+    run, whose directory has the lines, too.
+
+    Args:
+        line: The line, with its ``[rank]`` prefix; its level is INFO.
+        run_id: Name of the run; the log record has it as its attribute ``run_id``.
+    """
+    if not (_ranks.level or _ranks.handlers):
+        # `logging.config` resets the loggers below each one that it names.
+        _print_ranks()
+    is_changed = _ranks.propagate or _ranks.filters or _printer.filters or _printer.level or _printer.formatter
+    if _ranks.handlers == [_printer] and _ranks.level == logging.INFO and not is_changed:
+        # A record costs more than the line.
+        _printer.write(line)
+        return
+    # `logging.config` disables the loggers that it does not know.
+    _ranks.disabled = False
+    _ranks.info(line, extra={"run_id": run_id})
+
+
+def in_notebook() -> bool:
+    """Returns True in the kernel of a notebook."""
+    shell = sys.modules.get("IPython")
+    found = shell.get_ipython() if shell is not None and hasattr(shell, "get_ipython") else None
+    return getattr(found, "kernel", None) is not None
