@@ -133,7 +133,7 @@ def processes_with(marker: str) -> list[int]:
 
 
 def is_idle_zygote(pid: int) -> bool:
-    """Returns True for a zygote that waits for its owner's next launch, and for the agent that it has forked for it."""
+    """Returns True for a zygote that waits for its owner's next launch, its agent and its ranks."""
     command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     if command == [""]:
         # An agent that is exiting.
@@ -145,8 +145,14 @@ def is_idle_zygote(pid: int) -> bool:
     # A zygote knows its owner by the id that this has in its own namespace.
     if re.findall(r"NSpid:.*?(\d+)$", Path(f"/proc/{parent}/status").read_text(), re.MULTILINE) == [command[4]]:
         return all(is_idle_zygote(int(fork)) for fork in forks)
-    # All forks show the command of the zygote. A rank has no socket there.
-    return not forks and os.readlink(f"/proc/{pid}/fd/0").startswith("socket:")
+    # All forks show the command of the zygote.
+    return waits_for_launch(str(pid)) or waits_for_launch(parent)
+
+
+def waits_for_launch(pid: str) -> bool:
+    """Returns True for an agent that was forked ahead: ranks have no socket there, and other agents poll."""
+    is_agent = os.readlink(f"/proc/{pid}/fd/0").startswith("socket:")
+    return is_agent and Path(f"/proc/{pid}/wchan").read_text().startswith("unix_stream")
 
 
 def wait_until_gone(marker: str, timeout: float = ORPHAN_TIMEOUT) -> list[int]:

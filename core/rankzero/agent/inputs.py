@@ -8,7 +8,6 @@ cannot read them itself.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import zipfile
 from typing import Any
@@ -31,16 +30,11 @@ class Inputs:
     """
 
     def __init__(self, assigned: Assign, digests: dict[str, str], scratch: str) -> None:
-        """Finds out which files this host has and which are missing.
+        """Finds out which files this host has and which are missing: those are fetched into ``scratch``.
 
-        Args:
-            assigned: The driver's message.
-            digests: Digests of the files that ranks execute, for which the driver has given a proof.
-            scratch: Directory of this task for fetched files.
+        For the ``digests``, those of the files that ranks execute, the driver has given a proof.
         """
-        self._digests = digests
-        self._assigned = assigned
-        self._scratch = scratch
+        self._assigned, self._digests, self._scratch = assigned, digests, scratch
         self.shared = self._sees_run_directory()
         self._here: dict[str, str] = {}
         self.missing: dict[str, str] = {}
@@ -64,19 +58,8 @@ class Inputs:
                     return file.read() == self._assigned.run_token and os.access(directory, os.W_OK)
         return False
 
-    def is_ended(self) -> bool:
-        """Returns True if this host sees that the submission has ended without a success: its driver counts as dead."""
-        if self.shared:
-            path = os.path.join(self._assigned.run_directory, "end.json")
-            with contextlib.suppress(OSError, ValueError), open(path) as file:
-                return bool(json.load(file)["state"] != "succeeded")
-        return False
-
-    def message(self, ports: list[int] | None) -> Start:
+    def message(self, config: dict[str, Any], began: float) -> Start:
         """Returns the `Start` of every worker of this task, without its context; requires that no file is missing.
-
-        Args:
-            ports: First and last port that a worker may bind; None for any.
 
         Raises:
             EngineError: the digest of a file differs from the driver's.
@@ -101,7 +84,9 @@ class Inputs:
             "shared": self.shared,
             "scratch": self._scratch,
             "datasets": self._here.get(manifest.FILE),
-            "ports": ports,
+            "ports": config["ports"],
+            "exit_timeout": config["exit_timeout"],
+            "began": began,
         }
         return Start(**vars(assigned), **facts)
 
@@ -111,15 +96,10 @@ class Inputs:
             return None
         directory = os.path.join(self._scratch, name.removesuffix(".zip"))
         with zipfile.ZipFile(self._here[name]) as archive:
-            # Not by `extractall`, which takes twice as long: the names are rankzero's own, and the digest was checked.
-            for folder in {os.path.dirname(file) for file in archive.namelist()}:
-                os.makedirs(os.path.join(directory, folder), exist_ok=True)
+            archive.extractall(directory)
             for file in archive.infolist():
-                path = os.path.join(directory, file.filename)
-                with open(path, "wb") as copy:
-                    copy.write(archive.read(file))
                 if (mode := file.external_attr >> 16) & 0o100:
-                    os.chmod(path, mode & 0o777 | 0o200)
+                    os.chmod(os.path.join(directory, file.filename), mode & 0o777 | 0o200)
         return directory
 
     def context(self, local_rank: int, local_world_size: int, use_gpu: bool) -> dict[str, Any]:

@@ -23,7 +23,6 @@ LOG_TAIL = 20  # Last lines of a rank kept for an error message
 REDRAW_INTERVAL = 10.0  # Seconds in which one redraw of a progress bar becomes a line: below 1000 an hour for two ranks
 HIGH_WATER = 1 << 20  # Bytes waiting for the driver above which output is spooled to disk
 BATCH = 256 << 10  # Bytes that are read from the disk together
-RELEASE = 16 << 20  # Bytes that were read from the disk, after which their blocks are released
 SPOOL_LIMIT = 8 << 30  # Bytes of a rank on disk above which its output is dropped, and its lines are counted
 MAX_LINE = 2 << 20  # Characters after which an unfinished line is passed on in pieces
 
@@ -33,16 +32,14 @@ _KEEP_SIZE_PUNCH_HOLE = 3  # fallocate(2)
 class Output:
     """The output of a rank, which waits in a file on this host's disk while the driver is behind."""
 
-    def __init__(self, local_rank: int, scratch: str) -> None:
-        """Prepares for output, which `feed` forwards once `connection` is set; ``scratch`` is the task's directory."""
-        self._local_rank = local_rank
-        self._scratch = scratch
+    def __init__(self, local_rank: int, scratch: str, connection: Connection) -> None:
+        """Prepares for output, which `feed` forwards to the driver; ``scratch`` is the task's directory."""
+        self._local_rank, self._scratch, self._connection = local_rank, scratch, connection
         self._splitter = LineSplitter()
         self._tail: deque[str] = deque(maxlen=LOG_TAIL)
         self._spool: FileIO | None = None
-        self._read = self._written = self._released = self._dropped = 0
-        self._has_spooled = asyncio.Event()
-        self.connection: Connection
+        self._read = self._written = self._dropped = 0
+        self._sending: asyncio.Task[None] | None = None
 
     @property
     def tail(self) -> list[str]:
@@ -60,12 +57,12 @@ class Output:
 
     def feed(self, data: bytes, *, final: bool = False) -> None:
         """Forwards bytes that the rank wrote, behind its earlier ones; ``final`` also an unfinished line."""
-        if not self.waiting and self.connection.unsent <= HIGH_WATER:
+        if not self.waiting and self._connection.unsent <= HIGH_WATER:
             self.add(self._splitter.feed(data, final=final))
-        elif self._store(data):
-            self._has_spooled.set()
-        else:
+        elif not self._store(data):
             self._dropped += data.count(b"\n")
+        elif self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self.send_waiting())
 
     def _store(self, data: bytes) -> bool:
         if self.waiting + len(data) > SPOOL_LIMIT:
@@ -91,20 +88,14 @@ class Output:
             lines = [*lines, f"rankzero: {self._dropped} log lines were dropped, the driver was too slow"]
             self._dropped = 0
         if lines:
-            self.connection.send(messages.Log(lines), self._local_rank)
-
-    async def pump(self) -> None:
-        """Sends the output on the disk whenever there is some, until the connection ends."""
-        with contextlib.suppress(OSError):
-            while await self._has_spooled.wait():
-                self._has_spooled.clear()
-                await self.send_waiting()
+            self._connection.send(messages.Log(lines), self._local_rank)
 
     async def send_waiting(self) -> None:
-        """Sends the output on the disk as fast as the driver takes it. Raises OSError if the connection ends."""
-        while self.waiting:
-            await self.connection.drain()
-            self.add(self._splitter.feed(self._next()))
+        """Sends the output on the disk as fast as the driver takes it, until there is none or the connection ends."""
+        with contextlib.suppress(OSError):
+            while self.waiting:
+                await self._connection.drain()
+                self.add(self._splitter.feed(self._next()))
 
     def _next(self) -> bytes:
         """Returns the next bytes of the file. If they cannot be read, all of it is lost and counts as one line."""
@@ -117,10 +108,9 @@ class Output:
         with contextlib.suppress(OSError):
             if self._read == self._written:
                 self._spool.truncate(0)
-                self._read = self._written = self._released = 0
-            elif self._read - self._released >= RELEASE:
-                self._released = self._read
-                release(self._spool.fileno(), self._released)
+                self._read = self._written = 0
+            else:
+                release(self._spool.fileno(), self._read)
         return data
 
     def finish(self) -> None:
@@ -141,17 +131,13 @@ class LineSplitter:
     r"""Decodes UTF-8 incrementally and cuts at ``\n`` and ``\r\n``. A line that arrives in pieces is returned whole.
 
     A progress bar redraws its line with ``\r``. Of the texts that a redraw replaces, one in `REDRAW_INTERVAL`
-    seconds becomes a line, and so does the last one. Bytes that are not UTF-8 become U+FFFD.
-
-    Args:
-        clock: Returns seconds.
+    seconds of the ``clock`` becomes a line, and so does the last one. Bytes that are not UTF-8 become U+FFFD.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._clock = clock
-        self._rest = ""
-        self._draw_at = -math.inf
+        self._rest, self._draw_at = "", -math.inf
 
     def feed(self, data: bytes, *, final: bool = False) -> list[str]:
         """Returns the lines that ``data`` completes; also the last, unfinished one if it is the ``final`` data."""

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -39,14 +40,6 @@ _BOOTSTRAP = (
 )
 
 
-def until_delivery() -> float:
-    """Returns the seconds until the next moment at which reports and few lines are sent, the same on a whole host.
-
-    Each delivery wakes the agent, the channel and the driver, so what is sent together wakes them once.
-    """
-    return bounds.DELIVERY_INTERVAL - time.monotonic() % bounds.DELIVERY_INTERVAL
-
-
 class Rank:
     """A worker process that this agent has started.
 
@@ -58,12 +51,12 @@ class Rank:
         output: What it prints.
     """
 
-    def __init__(self, local_rank: int, config: dict[str, Any]) -> None:
-        """Starts the worker process, which imports torch and waits for its `Start`."""
+    def __init__(self, local_rank: int, config: dict[str, Any] | None = None) -> None:
+        """Starts the worker process, which imports torch and waits for its `Start`; ahead of a ``config`` by a fork."""
         self.local_rank = local_rank
         self.alive = True
         self.outcome: messages.Finished | messages.Failed | None = None
-        self.output = Output(local_rank, config["scratch"])
+        self.output: Output
         self._decoder = Decoder()
         self._unsent = bytearray()
         self._reports, self._reported = unnamed_file(), 0
@@ -83,14 +76,9 @@ class Rank:
         os.set_blocking(read, False)
         self._pipe: IO[bytes] = open(read, "rb", buffering=0)
 
-    def listen(self, connection: Connection, on_message: Callable[[Rank, Message], None]) -> None:
-        """Begins to read from the worker.
-
-        Args:
-            connection: The connection to the driver, to which output and reports are forwarded.
-            on_message: Receives each message of the worker.
-        """
-        self.output.connection = self._connection = connection
+    def listen(self, connection: Connection, scratch: str, on_message: Callable[[Rank, Message], None]) -> None:
+        """Begins to read from the worker, whose messages ``on_message`` receives; the driver gets the rest."""
+        self._connection, self.output = connection, Output(self.local_rank, scratch, connection)
         self._on_message = on_message
         loop = asyncio.get_running_loop()
         loop.add_reader(self._control, self.read_messages)
@@ -123,12 +111,7 @@ class Rank:
                 os.kill(self.pid, number)
 
     def note_exit(self, status: int, *, was_asked: bool) -> None:
-        """Sends what an exited worker has left, and how it ended unless its outcome says it.
-
-        Args:
-            status: Its exit status, as waitpid returns it.
-            was_asked: True if it was asked to exit.
-        """
+        """Sends what an exited worker has left, and how it ended, unless it was asked to or has an outcome."""
         self.alive = False
         self.read_messages()
         tail, code = self.drain(), os.waitstatus_to_exitcode(status)
@@ -177,7 +160,7 @@ class Rank:
             return
         loop.remove_reader(self._pipe)
         if size:
-            loop.call_later(BRISK if size >= MUCH else until_delivery(), self._on_printed)
+            loop.call_later(BRISK if size >= MUCH else bounds.DELIVERY_INTERVAL, self._on_printed)
         else:
             loop.add_reader(self._pipe, self._on_printed)
 
@@ -204,22 +187,21 @@ class Rank:
         return self.output.tail
 
 
-def _start_worker(config: dict[str, Any], stdio: tuple[int, int, int], descriptors: tuple[int, int]) -> int:
+def _start_worker(config: dict[str, Any] | None, stdio: tuple[int, int, int], descriptors: tuple[int, int]) -> int:
     """Starts a worker process: a fork if this agent has torch loaded, else a fresh interpreter.
 
-    Args:
-        config: The agent's configuration.
-        stdio: Descriptors that become its standard input, output and error.
-        descriptors: Those of its control socket, and of the file for its reports.
+    It keeps the ``descriptors`` of its control socket and of the file for its reports.
     """
-    arguments = *descriptors, os.getpid(), config["exit_timeout"]
-    if "torch" in sys.modules:
+    arguments = *descriptors, os.getpid()
+    if config is None or "torch" in sys.modules:
 
         def main() -> None:
+            # Zygotes and agents outlive it by a handler.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             forks.forget()
-            worker.main(*arguments)
+            worker.main(*arguments, forks.set_environment)
 
-        return forks.fork(main, env=environment(config), stdio=stdio, keep=descriptors)
+        return forks.fork(main, env=os.environ, stdio=stdio, keep=descriptors)
     process = subprocess.Popen(
         [sys.executable, "-c", _BOOTSTRAP, config["code_path"], *map(str, arguments)],
         stdin=stdio[0],
@@ -234,28 +216,17 @@ def _start_worker(config: dict[str, Any], stdio: tuple[int, int, int], descripto
     return process.pid
 
 
-def environment(config: dict[str, Any]) -> dict[str, str]:
-    """Returns the environment that a worker starts with; the rank's own variables come with ``start``."""
-    env = dict(os.environ)
-    env.update(config["env"])
-    # torchrun sets it too, unless the user did.
-    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    return env | visible_gpus(config["gpus"] if config["use_gpu"] else [], env)
-
-
-def visible_gpus(gpus: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that limit a rank to the GPUs of its task; AMD's only if ``env`` has it."""
-    # AMD's driver reads CUDA's variable, unless its own is set.
-    names = {"CUDA_VISIBLE_DEVICES", *{"HIP_VISIBLE_DEVICES"} & env.keys()}
-    # Intel's variable takes numbers only; an empty value would select all GPUs.
-    names |= {"ZE_AFFINITY_MASK"} if gpus and all(map(str.isdecimal, gpus)) else set()
-    return dict.fromkeys(names, ",".join(gpus))
-
-
-def rank_environment(context: dict[str, Any], config: dict[str, Any]) -> dict[str, str]:
-    """Returns the variables of a rank, for its context and the agent's configuration: all those that torchrun sets."""
-    rank, world_size, chosen = str(context["rank"]), str(context["world_size"]), {**os.environ, **config["env"]}
+def environment(config: dict[str, Any], context: dict[str, Any] | None = None) -> dict[str, str]:
+    """Returns the environment of a worker, or of a rank with its context: then with all variables torchrun sets."""
+    # torchrun sets the first one too, unless the user did. The others are the network interface of gloo and NCCL.
+    defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **socket_environment(config["host"])}
+    env = {**defaults, **os.environ, **config["env"]}
+    env |= visible_gpus(config["gpus"] if config["use_gpu"] else [], env)
+    if context is None:
+        return env
+    rank, world_size = str(context["rank"]), str(context["world_size"])
     return {
+        **env,
         "RANK": rank,
         "WORLD_SIZE": world_size,
         "LOCAL_RANK": str(context["local_rank"]),
@@ -272,6 +243,13 @@ def rank_environment(context: dict[str, Any], config: dict[str, Any]) -> dict[st
         # `record` of torch.distributed.elastic writes an exception there.
         "TORCHELASTIC_ERROR_FILE": os.path.join(config["scratch"], f"error-{context['local_rank']}.json"),
         "RANKZERO_RUN_ID": str(context["run_id"]),
-        # The network interface of gloo and NCCL, unless the user has chosen one.
-        **{name: value for name, value in socket_environment(config["host"]).items() if name not in chosen},
     }
+
+
+def visible_gpus(gpus: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that limit a rank to the GPUs of its task; AMD's only if ``env`` has it."""
+    # AMD's driver reads CUDA's variable, unless its own is set.
+    names = {"CUDA_VISIBLE_DEVICES", *{"HIP_VISIBLE_DEVICES"} & env.keys()}
+    # Intel's variable takes numbers only; an empty value would select all GPUs.
+    names |= {"ZE_AFFINITY_MASK"} if gpus and all(map(str.isdecimal, gpus)) else set()
+    return dict.fromkeys(names, ",".join(gpus))

@@ -1,9 +1,7 @@
 """The agent's main loop: starts the workers of one task, forwards their messages and output, and ends them.
 
 One event loop, and threads that read large files and sample the host. The agent ends when the driver asks for it, when
-the driver is lost for good, or when the task process that started it has exited (end of file on standard input, and a
-pidfd where there is one). It always ends every descendant. The driver's `Assign` numbers the ranks; until then they
-import torch.
+the driver is lost for good, or when the task process that started it has exited. It always ends every descendant.
 """
 
 from __future__ import annotations
@@ -19,23 +17,22 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from rankzero import bounds
 from rankzero.agent.inputs import Inputs
-from rankzero.agent.ranks import Rank, rank_environment, until_delivery
+from rankzero.agent.ranks import Rank, environment
 from rankzero.channel import messages
 from rankzero.channel.connection import Connection, Driver
 from rankzero.channel.messages import Message, MessageError
-from rankzero.errors import LOST, PREEMPTED, RankZeroError
+from rankzero.errors import LOST, PREEMPTED, RankZeroError, ResultError
 from rankzero.host import network, processes
-from rankzero.host.processes import allow_open_files, pidfd_of, readable, settle_signals
+from rankzero.host.processes import pidfd_of, readable
 from rankzero.host.usage import UsageSampler
 from rankzero.threads import ActionThread, reply_of
 from rankzero.worker.call import cut_off_message
 
-AGENT_CONNECT_TIMEOUT = bounds.stretched(20.0)  # For an agent to find a driver that proves the secret
 WORKER_EXIT_MARGIN = bounds.stretched(4.0)  # To exit for a rank whose exit_timeout is over
 STOPPED_LINES_TIMEOUT = bounds.stretched(1.5)  # To deliver the last lines after a failure or a cancel
 LAST_LINES_TIMEOUT = bounds.stretched(600.0)  # The same after a success
@@ -49,15 +46,18 @@ class Agent:
         has_failed: True if that was too early.
     """
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        """Starts the workers, which may be forks: there must be neither an event loop nor a thread yet."""
-        self._config = config
-        self._scratch: str = config["scratch"]
+    def __init__(self, config: dict[str, Any], ahead: Sequence[Rank]) -> None:
+        """Starts the workers that were not forked ahead: there must be neither a running loop nor a thread yet."""
+        self._config, self._scratch, self._began = config, config["scratch"], time.time()
         processes.become_subreaper()
-        self._ranks = [Rank(local_rank, config) for local_rank in range(config["workers"])]
+        gone = {pid for pid, _ in processes.ended_children()}
+        ready = {rank.local_rank: rank for rank in ahead if rank.pid not in gone}
+        numbers = range(config["workers"])
+        self._ranks = [ready.pop(number) if number in ready else Rank(number, config) for number in numbers]
+        for spare in ready.values():
+            spare.kill(signal.SIGKILL)
         self._connection: Connection | None = None
         self._caller = pidfd_of(config["caller"]) if config.get("caller") else None
-        self._inputs: Inputs | None = None
         self._reader = ActionThread("rankzero-inputs")
         self._tasks: set[asyncio.Task[None]] = set()
         self._fetches: dict[str, asyncio.Task[None]] = {}
@@ -66,6 +66,7 @@ class Agent:
         self._complete = asyncio.Event()
         self._stop_by = float("inf")
         self._kill: asyncio.TimerHandle | None = None
+        self._delivery: asyncio.Timeout | None = None
         self.lost: str | None = None
         self.has_failed = False
 
@@ -80,6 +81,10 @@ class Agent:
             await self._complete.wait()
         finally:
             await self._end_everything()
+        if not self.has_failed:
+            # To the process that holds this agent. Nothing is left, and to release this process's memory takes 10 ms.
+            with contextlib.suppress(OSError):
+                os.write(0, b'{"status": 0}\n')
 
     def _send(self, message: Message) -> None:
         if self._connection:
@@ -103,9 +108,9 @@ class Agent:
 
     async def _follow_driver(self) -> None:
         """Finds the driver and handles its messages, until either end closes the connection."""
-        timeout = self._config.get("connect_timeout") or AGENT_CONNECT_TIMEOUT()
         try:
-            self._connection = connection = await self._driver.find(self._config["task"], timeout)
+            found = self._driver.find(self._config["task"], self._config["connect_timeout"])
+            self._connection = connection = await found
             self._do(connection.keep("the driver", self._driver_lives))
             self._join(connection)
             async for message, _ in connection.messages():
@@ -130,17 +135,14 @@ class Agent:
         )
         connection.send(join)
         for rank in self._ranks:
-            rank.listen(connection, self._on_rank_message)
-            self._do(rank.output.pump())
+            rank.listen(connection, self._scratch, self._on_rank_message)
         self._do(self._send_reports())
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._collect)
         self._collect()
 
-    async def _driver_lives(self) -> bool:
-        """Returns True while a silent driver lives and has the run: it may have been stopped, and another submitted."""
-        inputs = self._inputs
-        lives = self._caller is not None and not readable([self._caller], 0)
-        return lives and (inputs is None or not await reply_of(self._reader.submit(inputs.is_ended)))
+    def _driver_lives(self) -> bool:
+        """Returns True while a silent driver on this host lives: it may be stopped."""
+        return self._caller is not None and not readable([self._caller], 0)
 
     def _on_message(self, message: Message) -> None:
         match message:
@@ -162,20 +164,17 @@ class Agent:
     async def _start(self, assigned: messages.Assign) -> None:
         """Gets the files of the ranks, and gives the ranks their work. A thread reads files, which may be large."""
         digests, scratch = self._driver.digests, self._scratch
-        inputs = self._inputs = await reply_of(self._reader.submit(lambda: Inputs(assigned, digests, scratch)))
+        inputs = await reply_of(self._reader.submit(lambda: Inputs(assigned, digests, scratch)))
         for name, path in inputs.missing.items():
             try:
                 await self._driver.fetch(name, path)
             except OSError as error:
-                text = f"{name} cannot be had from the driver: {error}"
-                kind = "rankzero.errors.ResultError"
-                self._ranks[0].send(messages.Failed(time.time(), exception_type=kind, message=text, exit_code=1))
-                return
-        common = await reply_of(self._reader.submit(lambda: inputs.message(self._config["ports"])))
+                raise ResultError(f"{name} cannot be had from the driver: {error}") from error
+        common = await reply_of(self._reader.submit(lambda: inputs.message(self._config, self._began)))
         self._ranks[0].output.add(self._config["notes"])
         for rank in self._ranks:
             context = inputs.context(rank.local_rank, len(self._ranks), self._config["use_gpu"])
-            env = rank_environment(context, self._config)
+            env = environment(self._config, context)
             rank.tell(dataclasses.replace(common, context=context, env=env))
 
     async def _sample_usage(self) -> None:
@@ -188,7 +187,7 @@ class Agent:
 
     async def _send_reports(self) -> None:
         while True:
-            await asyncio.sleep(until_delivery())
+            await asyncio.sleep(bounds.DELIVERY_INTERVAL)
             for rank in self._ranks:
                 rank.send_reports()
 
@@ -231,7 +230,7 @@ class Agent:
             rank.tell(messages.Transferred(name, path))
 
     def _collect(self) -> None:
-        """Reaps exited children: ranks, and orphans that were re-parented to this process."""
+        """Reaps exited children, among which may be orphans."""
         for pid, status in processes.ended_children():
             for rank in self._ranks:
                 if rank.pid == pid:
@@ -288,6 +287,8 @@ class Agent:
         self._kill_at(self._stop_by)
         for rank in self._ranks if not was_ending else ():
             rank.kill(signal.SIGTERM)
+        if self._delivery:
+            self._delivery.reschedule(asyncio.get_running_loop().time() + STOPPED_LINES_TIMEOUT())
         self._collect()
 
     def _await_exits(self) -> None:
@@ -323,12 +324,13 @@ class Agent:
             with contextlib.suppress(OSError):
                 # A run that was stopped has no time for all of them.
                 timeout = STOPPED_LINES_TIMEOUT() if self._is_early else LAST_LINES_TIMEOUT()
-                async with asyncio.timeout(timeout):
+                async with asyncio.timeout(timeout) as self._delivery:
                     for rank in self._ranks:
                         await rank.output.send_waiting()
                     self._say_bye()
                     # The driver closes the connection when it has read everything.
                     await asyncio.wait([self._following])
+            self._delivery = None
             # Again if time was short.
             self._say_bye()
             await asyncio.wait([self._following], timeout=STOPPED_LINES_TIMEOUT())
@@ -339,16 +341,16 @@ class Agent:
         self._send(messages.Bye())
 
 
-def run(config: dict[str, Any]) -> None:
-    """Runs an agent in this process, whose standard input ends when the process that holds it lets go of it."""
-    settle_signals()
-    # The zygote, and the agent until now, have ignored it by a handler, which ranks must not inherit.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    allow_open_files()
+def run(config: dict[str, Any], runner: asyncio.Runner, ahead: Sequence[Rank] = ()) -> None:
+    """Runs an agent in this process, whose standard input ends when the process that holds it lets go of it.
+
+    Before there was a configuration, the ranks in ``ahead`` were forked, and then the loop of ``runner`` was made.
+    """
     os.environ.update(bounds.environment(config["env"]))
-    agent = Agent(config)
+    agent = Agent(config, ahead)
     try:
-        asyncio.run(agent.run())
+        with runner:
+            runner.run(agent.run())
     finally:
         # The task process deletes it for an agent that was killed; but it may be stopped, or die first.
         shutil.rmtree(config["scratch"], ignore_errors=True)

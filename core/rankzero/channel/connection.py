@@ -26,7 +26,7 @@ import random
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, Any
@@ -152,7 +152,7 @@ class Connection:
             for message in decoder.feed(data):
                 yield message
 
-    async def keep(self, other: str, lives: Callable[[], Awaitable[bool]] | None = None) -> None:
+    async def keep(self, other: str, lives: Callable[[], bool] | None = None) -> None:
         """Sends signs of life, and ends the connection when the other end sends none. Never returns.
 
         This process may have stood still, under a debugger or on a starved host, and could not read what had arrived.
@@ -169,7 +169,7 @@ class Connection:
             await asyncio.sleep(PING_INTERVAL)
             now = time.monotonic()
             is_silent = now - self.received_at >= bounds.CONNECTION_LOST_AFTER()
-            if now - before > 2 * PING_INTERVAL or (is_silent and lives and await lives()):
+            if now - before > 2 * PING_INTERVAL or (is_silent and lives and lives()):
                 self.received_at = now
             elif is_silent:
                 self.abort(f"nothing was received from {other} for {now - self.received_at:.0f} s")

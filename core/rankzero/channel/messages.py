@@ -289,6 +289,7 @@ class Start(Assign):
         result_directory: Directory to which rank 0 writes its value.
         shared: True if this host sees the submission's folder.
         ports: First and last port that may be bound; None for any.
+        began: Unix time at which the agent began. The rank may have been forked long before.
     """
 
     shared: bool = False
@@ -301,6 +302,8 @@ class Start(Assign):
     code: str | None = None
     datasets: str | None = None
     ports: list[int] | None = None
+    began: float = 0.0
+    exit_timeout: float = 0.0
 
 
 @dataclass(frozen=True)

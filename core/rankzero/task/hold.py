@@ -49,18 +49,15 @@ Process = subprocess.Popen[bytes]
 
 
 def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) -> None:
-    """Runs one agent to its end.
-
-    Args:
-        config: The agent's configuration, and what is needed to start it.
-        on_start: Receives the agent, whose ``kill`` ends it from any thread.
+    """Runs one agent to its end; ``on_start`` receives it, and its ``kill`` ends it from any thread.
 
     The agent and its zygote watch this process; when it dies in any way, the agent ends its workers.
 
     Raises:
         RuntimeError: the agent crashed; the message has the end of its output.
     """
-    with contextlib.closing(Directory("agent")) as scratch:
+    # A new zygote sweeps.
+    with contextlib.closing(Directory("agent", sweeps=False)) as scratch:
         zygote = _start({**config, "env": _with_defaults(config), "scratch": scratch.path}, scratch.log)
         try:
             if on_start:
@@ -93,14 +90,14 @@ class Directory:
     It is in ``TMPDIR``, else in Spark's local directory with most free space, else in ``/tmp``.
     """
 
-    def __init__(self, kind: str) -> None:
-        """Creates it, and removes those of this kind that killed processes of this host have left."""
+    def __init__(self, kind: str, *, sweeps: bool = True) -> None:
+        """Creates it; if it ``sweeps``, it removes those of this kind that killed processes of this host have left."""
         places = [] if os.environ.get("TMPDIR") else os.environ.get("SPARK_LOCAL_DIRS", "").split(",")
         places = [place for place in places if os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)]
         root = max(places, key=lambda place: shutil.disk_usage(place).free) if places else tempfile.gettempdir()
         # On some file servers a lock holds only on its own host, and containers that share a place see no processes.
         name = f"rankzero-{kind}-{hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]}-"
-        for left in glob.glob(f"{glob.escape(os.path.join(root, name))}*"):
+        for left in glob.glob(f"{glob.escape(os.path.join(root, name))}*") if sweeps else ():
             # It may be in use, or another user's.
             with contextlib.suppress(OSError):
                 if time.time() - os.stat(left).st_mtime > ABANDONED_AFTER:
@@ -226,12 +223,7 @@ class Zygote:
 
 
 def _start(config: dict[str, Any], log: IO[bytes]) -> Zygote:
-    """Starts an agent as a fork of an idle zygote, else of a new one. Raises RuntimeError if none can be started.
-
-    Args:
-        config: The agent's configuration, with ``zygotes``, the most idle ones that this process keeps.
-        log: A file in its directory for what it prints.
-    """
+    """Starts an agent as a fork of an idle zygote, else of a new one. Raises RuntimeError if none can be started."""
     settings = {name: value for name, value in config.items() if name != "code_zip"}
     settings |= {"log": log.name, "environ": {**os.environ, "RANKZERO_SCRATCH": config["scratch"]}, "notes": []}
     # Elsewhere a process that has torch loaded cannot be forked.

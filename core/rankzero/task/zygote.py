@@ -7,13 +7,15 @@ It belongs to the process that holds the agents (`rankzero.task.hold`), and runs
     <- {"status": 0}                   the agent's last act; any other status is sent by the zygote, after its end
     end of file, or the owner's exit: the agent gets its grace, and the zygote ends
 
-An agent is forked before its configuration arrives, for which it waits. A pair of sockets connects it to the zygote.
+An agent is forked before its configuration arrives, for which it waits, and so are its ranks, as many as the last
+launch had. A pair of sockets connects it to the zygote.
 Zygote and agent are both subreapers. The zygote ends what a killed agent leaves; the agent watches the zygote, and ends
 its ranks if that is killed. So nothing of a run survives either of them. Both watch the owner.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import ctypes
@@ -34,10 +36,12 @@ from typing import Any
 
 from rankzero import bounds
 from rankzero.agent import supervise
+from rankzero.agent.ranks import Rank
 from rankzero.host import forks, processes
 
 IDLE_TIMEOUT = bounds.scaled(300.0)  # Without an agent after which a zygote exits
 LATER_AFTER_IDLE = 0.5  # Seconds without work after which a zygote imports the rest
+MOST_AHEAD = 8  # Ranks that an idle zygote forks ahead, as many as its last agent had
 OWNERLESS_MARGIN = bounds.stretched(15.0)  # Beyond the grace of an agent whose owner has exited
 
 PRELOADED = (
@@ -62,6 +66,7 @@ class Zygote:
 
     def __init__(self, channel: socket.socket, owner: int, notes: Sequence[str] = (), *, prepares: bool) -> None:
         self._channel, self._notes, self._prepares = channel, notes, prepares
+        self._ahead = 0
         self._pidfds: list[int] = []
         # A child of the owner may have a copy of its socket. Some systems have no pidfds.
         with contextlib.suppress(OSError, AttributeError):
@@ -101,6 +106,10 @@ class Zygote:
 
     def _run_agent(self, zygote: socket.socket) -> None:
         _outlive_signals()
+        processes.allow_open_files()
+        ranks, runner = [Rank(local_rank) for local_rank in range(self._ahead)], asyncio.Runner()
+        # Makes the loop.
+        runner.run(asyncio.sleep(0))
         with zygote.makefile("rb") as lines:
             if not (line := lines.readline()):
                 return
@@ -116,10 +125,7 @@ class Zygote:
             # Keeps the directory if the owner dies.
             fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
         forks.set_environment(config.pop("environ"))
-        supervise.run(config)
-        # Nothing that it has started is left, and to release its own memory takes 10 ms.
-        with contextlib.suppress(OSError):
-            os.write(0, b'{"status": 0}\n')
+        supervise.run(config, runner, ranks)
 
     def _follow_agent(self, agent: int, ours: socket.socket, line: bytes) -> bool:
         """Runs an agent and ends what it leaves; returns False if this process must end, too."""
@@ -127,6 +133,7 @@ class Zygote:
         ours.sendall(line)  # Raises if something has killed it: the owner then starts another zygote
         self._send({"pid": agent})
         ended, config = ours.fileno(), json.loads(line)
+        self._ahead = min(config["workers"], MOST_AHEAD) if "torch" in sys.modules else 0
         if ended not in self._wait(None, ended):
             # The agent may be stopped. It watches the owner, too, and gives its ranks their grace.
             os.kill(agent, signal.SIGCONT)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import queue
 import socket
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -45,12 +47,15 @@ class Control:
         self._decoder = Decoder()
         self._received: deque[Message] = deque()
         self._outgoing: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
+        self._beat: tuple[float, Callable[[], int]] | None = None
         threading.Thread(target=self._deliver, name="rankzero-sender", daemon=True).start()
         self._early: list[Message] = []
         self._transferred: dict[str, messages.Transferred] = {}
         self._has_transferred = threading.Condition()
         self.ended = threading.Event()
         """Set once the agent has reported that every rank has committed."""
+        self.exit_timeout = 0.0
+        """Seconds that the exit of this rank may take, once `ended` is set."""
 
     @property
     def is_own(self) -> bool:
@@ -98,13 +103,20 @@ class Control:
         sent.wait()
 
     def _deliver(self) -> None:
+        beat_at = -math.inf
         try:
             while True:
-                item = self._outgoing.get()
-                if isinstance(item, bytes):
-                    self._socket.sendall(item)
-                else:
+                item: bytes | threading.Event = b""
+                with contextlib.suppress(queue.Empty):
+                    item = self._outgoing.get(timeout=max(0.0, beat_at - time.monotonic()) if self._beat else None)
+                if isinstance(item, threading.Event):
                     item.set()
+                    continue
+                if self._beat and time.monotonic() >= beat_at:
+                    interval, progress = self._beat
+                    beat_at = time.monotonic() + interval
+                    item += encode(messages.Beat(progress()))
+                self._socket.sendall(item)
         except OSError as error:
             self._end(error)
         except BaseException:
@@ -195,21 +207,10 @@ class Control:
             return self._transferred[name]
 
     def beat(self, interval: float, progress: Callable[[], int]) -> None:
-        """Starts the heartbeat thread, which reports the rank's progress to the agent.
-
-        It sends nothing while native code keeps the GIL.
-
-        Args:
-            interval: Seconds between two heartbeats.
-            progress: Returns the current progress.
-        """
-
-        def report() -> None:
-            while not self.ended.is_set():
-                self.send(messages.Beat(progress()))
-                self.ended.wait(interval)
-
-        threading.Thread(target=report, name="rankzero-heartbeat", daemon=True).start()
+        """Makes the sender report the rank's progress each ``interval`` seconds, unless native code keeps the GIL."""
+        self._beat = interval, progress
+        # The thread waits without a limit.
+        self._outgoing.put(b"")
 
 
 def out_of_reach(fd: int) -> int:

@@ -33,6 +33,8 @@ from rankzero.worker.control import Control
 if TYPE_CHECKING:
     from rankzero.train.parts import Parts
 
+Adopt = Callable[[dict[str, str]], object]
+
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL})
 """Signals of crashes, on which faulthandler writes a stack."""
 
@@ -50,8 +52,8 @@ _LOST_RESULT = (
 )
 
 
-def main(control_fd: int, reports_fd: int, agent_pid: int, exit_timeout: float) -> NoReturn:
-    """Entry point of the worker process."""
+def main(control_fd: int, reports_fd: int, agent_pid: int, adopt: Adopt = os.environ.update) -> NoReturn:
+    """Entry point of the worker process. A fork has no environment of its own before it can ``adopt`` its rank's."""
     phases = {"started": time.time()}
     settle_signals()
     end_with_parent(agent_pid)
@@ -62,7 +64,7 @@ def main(control_fd: int, reports_fd: int, agent_pid: int, exit_timeout: float) 
     control = Control(control_fd, reports_fd)
     ending = contextlib.ExitStack()
     try:
-        outcome = _work(control, ending, phases)
+        outcome = _work(control, ending, phases, adopt)
     except BaseException as error:
         if not control.is_own:
             _leave_fork(error)
@@ -78,12 +80,12 @@ def main(control_fd: int, reports_fd: int, agent_pid: int, exit_timeout: float) 
         # Peers may still be connecting to this rank, and their group breaks if it exits. Rank 0 also serves the
         # rendezvous store.
         control.ended.wait()
-        run_exit_handlers(exit_timeout)
+        run_exit_handlers(control.exit_timeout)
     forks.leave(outcome.exit_code or 1 if isinstance(outcome, messages.Failed) else 0)
 
 
 def _work(
-    control: Control, ending: contextlib.ExitStack, phases: dict[str, float]
+    control: Control, ending: contextlib.ExitStack, phases: dict[str, float], adopt: Adopt
 ) -> messages.Finished | messages.Failed:
     """Runs the rank up to its outcome; ``ending`` gets the work that must finish even after a failure."""
     try:
@@ -93,6 +95,9 @@ def _work(
     phases["imported"] = time.time()
     control.send(messages.Reached("ready"))
     start = control.expect(messages.Start)
+    control.exit_timeout = start.exit_timeout
+    # A rank that was forked ahead has waited for its agent.
+    phases = {name: max(when, start.began) for name, when in phases.items()}
     from rankzero.train import context, parts
     from rankzero.train import writer as writers
 
@@ -105,7 +110,7 @@ def _work(
     session = context.install(world, control.report, writer, files, start.datasets, start.scratch)
     if start.checkpoint:
         writer.committed(start.checkpoint)
-    os.environ.update(start.env)
+    adopt(start.env)
     if start.context["rank"] == 0:
         control.send(messages.Reached("bound", {"port": rendezvous.bind(start)}))
     has_made_group = rendezvous.guard_groups()

@@ -8,10 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import find, of_ranks
+from tests.conftest import find, is_alive, of_ranks, until
 
 import rankzero.train as rt
 from rankzero import Launcher, ResultError, WorkerFailedError, bounds
@@ -25,6 +27,7 @@ LINES = 100
 COUNT = 1000  # Reports of each thread
 PAGE = mmap.PAGESIZE // 512  # Blocks, of 512 bytes each
 PAUSE = 0.01
+WAIT = 60.0
 
 
 @pytest.fixture
@@ -53,6 +56,27 @@ def test_lines_of_a_quiet_rank_travel_together(launcher: Launcher, deliveries: l
     assert of_ranks(line for lines in deliveries for line in lines) == [f"line {number}" for number in range(LINES)]
     # The first comes at once, and the last ones with the end of the rank.
     assert len(deliveries) <= lasted / bounds.DELIVERY_INTERVAL + 3
+
+
+def test_a_cancel_behind_a_success_ends_the_delivery_of_its_lines(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log, rank = Recorder.log, tmp_path / "rank"
+    monkeypatch.setattr(Recorder, "log", lambda *given: (time.sleep(PAUSE * 20), log(*given))[1])
+
+    def train(note: str) -> None:
+        Path(note).write_text(str(os.getpid()))
+        for _ in range(400):
+            os.write(1, (b"x" * 1023 + b"\n") * 256)
+
+    launcher = launcher.options(num_processes=1, run_id="much", stop_grace=WAIT * 10)
+    with ThreadPoolExecutor(1) as executor:
+        running = executor.submit(launcher.run, train, str(rank))
+        handle = until(lambda: find(launcher), WAIT, "the run")
+        until(lambda: handle.status().result and not is_alive(int(rank.read_text())), WAIT, "the rank's end")
+        handle.cancel()
+        assert running.result(WAIT) is None
+    assert len(list(handle.logs())) < 400 * 256
 
 
 def test_a_checkpoint_overtakes_no_report(launcher: Launcher) -> None:

@@ -46,6 +46,7 @@ CONFIG = {
     "ports": None,
     "grace": 1.0,
     "exit_timeout": 5.0,
+    "connect_timeout": BOUND,
     "restart_count": 0,
     "max_restarts": 0,
     "env": {},
@@ -64,7 +65,9 @@ def test_an_agent_that_is_stopped_before_it_finds_its_driver_fails_with_the_reas
     with socket.create_server(("127.0.0.1", 0)) as silent:
         config = {**CONFIG, "driver": [["127.0.0.1"], silent.getsockname()[1]], "secret": new_secret()}
         config |= {"scratch": str(scratch), "watched": []}
-        program = "import json; from rankzero.agent.supervise import run; run(json.loads(input()))"
+        program = (
+            "import asyncio, json; from rankzero.agent.supervise import run; run(json.loads(input()), asyncio.Runner())"
+        )
         command = [sys.executable, "-c", program]
         with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as agent:
             assert agent.stdin

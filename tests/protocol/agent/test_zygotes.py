@@ -132,6 +132,21 @@ def test_directories_that_come_onto_the_search_path_between_two_runs_are_found(
     assert later.run(find) == ["relative", "absolute"]
 
 
+@pytest.mark.usefixtures("own_zygotes")
+def test_a_rank_that_is_killed_before_its_launch_is_replaced_and_any_number_starts(launcher: Launcher) -> None:
+    def world() -> str:
+        return os.environ["WORLD_SIZE"]
+
+    def ahead() -> list[psutil.Process]:
+        return [rank for zygote in zygotes_of() for rank in psutil.Process(zygote).children(recursive=True)[1:]]
+
+    launcher.run(world)
+    for size in (2, 3, 1):
+        until(lambda: len(ahead()) > 0, WAIT, "ranks that were forked ahead")
+        ahead()[0].kill()
+        assert launcher.options(num_processes=size).run(world) == str(size)
+
+
 def test_an_agent_that_comes_after_the_cancel_is_ended(tmp_path: Path) -> None:
     killed = threading.Event()
 

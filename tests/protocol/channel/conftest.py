@@ -59,7 +59,7 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.01)
 
 
-async def is_dead() -> bool:
+def is_dead() -> bool:
     return False
 
 

@@ -96,7 +96,7 @@ def test_an_agent_waits_for_a_silent_driver_whose_process_lives(tmp_path: Path) 
         async with serving(tmp_path) as served, proxied(served) as (proxy, port):
             lives = True
 
-            async def driver_lives() -> bool:
+            def driver_lives() -> bool:
                 return lives
 
             agent = await served.agent(driver=served.driver(port=port), lives=driver_lives)
