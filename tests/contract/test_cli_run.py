@@ -158,11 +158,11 @@ def test_a_run_under_nohup_outlives_its_terminal(script: Path, store: Path) -> N
     assert RunHandle.attach(store / "nohup").status().state == "succeeded"
 
 
-@pytest.mark.parametrize("train", ["nearby:main", "nearby.py:main"])
+@pytest.mark.parametrize("train", ["near-by:main", "near-by.py:main"])
 def test_a_function_of_a_file_in_the_working_directory(
     train: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "nearby.py").write_text("def main():\n    print('in main')\n")
+    (tmp_path / "near-by.py").write_text("def main():\n    print('in main')\n")
     command = [sys.executable, "-P", "-m", "rankzero.cli", "run", "--store", str(store), train]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, of_ranks(done.stdout.splitlines())) == (0, ["[0] in main"]), done.stderr

@@ -76,6 +76,7 @@ def test_a_package_that_a_module_of_another_package_imports_travels(project: Pat
         "'zoo.%s' % kind",
         "'zoo.{}'.format(kind)",
         "'zoo.small'",
+        "'zoo'",
         "['a', 'b', 'zoo.small'][2]",
     ],
 )

@@ -69,14 +69,19 @@ def test_links_to_directories_stay_and_are_named(
     (project / "elsewhere").symlink_to(tmp_path)
     (project / "ignored").symlink_to(tmp_path)
     (project / "linked.yaml").symlink_to(project / "settings.yaml")
-    Path(os.fsdecode(os.fsencode(project) + b"/caf\xe9.txt")).touch()
+    (project / "a\u202f\u3000.txt").touch()
+    odd = [Path(os.fsdecode(os.fsencode(at) + b"/caf\xe9.py")) for at in (project, tmp_path)]
+    for path in odd:
+        path.touch()
     with open(project / ".rankzeroignore", "a") as file:
         file.write("ignored\n*.csv\n")
-    found = launcher.options(working_dir=project).run(look)
-    there = ["linked.yaml", "models.py", "run.sh", "settings.yaml"]
+    found = launcher.options(working_dir=project, py_files=odd[1:]).run(look)
+    there = ["a\u202f\u3000.txt", "linked.yaml", "models.py", "run.sh", "settings.yaml"]
     assert [name for name in found["here"] if "__pycache__" not in name] == there
     (line,) = (line for line in caplog.messages if "do not travel" in line)
-    assert line.startswith("'working_dir/caf\\udce9.txt, working_dir/elsewhere, working_dir/id_rsa' do not travel")
+    assert line.startswith(
+        "'py_files/caf\\udce9.py, working_dir/caf\\udce9.py, working_dir/elsewhere, working_dir/id_rsa' do not travel"
+    )
 
 
 def use_files() -> list[str]:

@@ -4,9 +4,8 @@ A module is the user's if no package installer put it where it is. It is sent as
 and imported without an orchestrator, which executors do not have. All else of the user is sent by value: ``__main__``,
 notebooks, DAG files under synthetic names, and modules that import an orchestrator. Nothing is imported to decide this.
 
-The code that Python compiles shows the imports, of a file as of a function. A file counts by its tokens, so that
-comments and layout do not count, and a checksum is the same in every version of Python. A function counts by the tokens
-of its source if that compiles to the function's code, else by its instructions.
+The code that Python compiles shows the imports. A file counts by its tokens, so that a checksum is the same in every
+version of Python; a function by those of its source if that compiles to the function's code, else by its instructions.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ ORCHESTRATORS = frozenset({"airflow", "dagster", "airflow_rankzero", "dagster_ra
 # makes setuptools fail to import in this process.
 _BESIDE = frozenset({"rankzero", "pip", "pyspark", "py4j", "torch", "numpy", "cloudpickle", "__main__", "__mp_main__"})
 NEVER_SHIPPED = _BESIDE | ORCHESTRATORS | sys.stdlib_module_names
-
 
 _PLACES = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 _PLACES |= {*site.getsitepackages(), site.getusersitepackages()}
@@ -193,8 +191,10 @@ def reduce_wrapper(obj: Any) -> tuple[Any, ...] | None:
 # -- what code says --------------------------------------------------------------------------------
 
 _IMPORT_NAME = dis.opmap["IMPORT_NAME"]
-_NAME = re.compile(r"""['"]([A-Za-z_]\w*(?:[.:]\w*)+)[%{'"]""")
+_TEXT = re.compile(r"""['"]([A-Za-z_]\w*(?:[.:]\w*)*)[%{'"]""")
 """The name of something in a module, or the begin of one up to a placeholder: ``acme.models.Net``, ``acme.{kind}``."""
+IMPORTERS = frozenset({"import_module", "__import__", "locate", "resolve_name", "instantiate"})
+"""Names of functions that import by a text. In code that has one, a text of one word may name a module, too."""
 _LAYOUT = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER})
 _MARKS = {tokenize.NEWLINE: "\n", tokenize.INDENT: "\t", tokenize.DEDENT: "\b"}
 _OPENED = tuple(getattr(token, name, -1) for name in ("FSTRING_START", "TSTRING_START"))
@@ -207,7 +207,8 @@ class Source(NamedTuple):
     digest: str = ""  # Checksum of a file's tokens
     imports: frozenset[str] = frozenset()  # Absolute names that it imports anywhere; some may be no modules
     early: frozenset[str] = frozenset()  # Those of them that are imported when the file is imported itself
-    texts: frozenset[str] = frozenset()  # Texts with a dot that may name something in a module, or begin such a name
+    texts: frozenset[str] = frozenset()  # Texts that may name something in a module, or begin such a name
+    computes: bool = False  # Whether it has one of `IMPORTERS`
 
 
 def source_of_file(path: str, package: str = "") -> Source:
@@ -271,12 +272,14 @@ def source_of_code(code: types.CodeType, package: str | None) -> Source:
     """Returns the facts about code with the functions and classes in it; relative imports begin at the package."""
     nested = list(_nested(code))
     # The compiler makes tuples of texts, too.
-    texts = {name.replace(":", ".") for each, _ in nested for name in _NAME.findall(repr(each.co_consts))}
+    texts = {name for each, _ in nested for name in _TEXT.findall(repr(each.co_consts))}
+    computes = any(not IMPORTERS.isdisjoint(each.co_names) for each, _ in nested)
     found = [pair for each, is_run in nested for pair in _imported(each, package, is_run)]
     return Source(
         imports=frozenset(name for name, _ in found),
         early=frozenset(name for name, is_early in found if is_early),
-        texts=frozenset(texts),
+        texts=frozenset(text.replace(":", ".") for text in texts if computes or not text.isidentifier()),
+        computes=computes,
     )
 
 

@@ -3,7 +3,7 @@
 The whole top-level package or module that the code imports, or that a text in it names, is sent, and those that its
 files import or name in turn. So are ``working_dir`` and ``py_files``. Never sent are files that ``.rankzeroignore`` of
 a folder names, hidden ones, those named like a key or a password, data files in folders that are no package, and
-installed modules, which the executors have. A source that imports an orchestrator counts only if others import it.
+installed modules, which the executors have. A source whose functions are sent by value counts only if others name it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import io
 import logging
 import os
 import re
+import sys
 import zipfile
 from collections.abc import Iterable
 from typing import Any
@@ -47,8 +48,10 @@ class Bundle:
         self._missed: set[str] = set()
 
     def add(self, name: str, path: str) -> None:
-        """Adds a regular file."""
-        if os.path.isfile(path):
+        """Adds a regular file, if its name is UTF-8: no zip has another one."""
+        if name != name.encode(errors="ignore").decode():
+            self._missed.add(name)
+        elif os.path.isfile(path):
             self.files.setdefault(name, path)
 
     def add_folder(self, base: str, prefix: str, *, is_package: bool = True) -> None:
@@ -70,9 +73,7 @@ class Bundle:
                 is_source, path = name.endswith(".py"), os.path.join(below, name)
                 if ignored(path) or not (is_source or directory in packages):
                     continue
-                # No zip has a name that is not UTF-8.
-                is_utf8 = path.isprintable()
-                if name in links or not is_utf8 or _is_secret(name) or (is_in_secret and not is_source):
+                if name in links or _is_secret(name) or (is_in_secret and not is_source):
                     self._missed.add(os.path.join(prefix, path))
                 else:
                     self.add(os.path.join(prefix, path), os.path.join(directory, name))
@@ -131,10 +132,13 @@ class Modules:
         zipped: The zip of the files; None if there are none.
     """
 
-    def __init__(self, needs: code.Source, first: str | None = None) -> None:
-        """Finds the files, first in a directory that is given."""
+    def __init__(self, needs: code.Source, first: str | None = None, by_value: Iterable[str] = ()) -> None:
+        """Finds the files, first in a directory that is given. Code of some modules is sent by value."""
         self.counted: dict[str, str] = {}
-        bundle, waiting, found, sources = Bundle(), [needs], set[str](), dict[str, code.Source]()
+        bundle, waiting, found, aside = Bundle(), [needs], set[str](), set[str]()
+        sources: dict[str, code.Source] = {}
+        modules = [sys.modules.get(name) for name in by_value if code.is_sent_by_value(name)]
+        apart = {os.path.realpath(getattr(each, "__file__", None) or "") for each in modules}
         while waiting:
             for root in sorted(_roots(waiting.pop(), first) - found):
                 found.add(root)
@@ -151,14 +155,13 @@ class Modules:
                     module = module.replace(os.sep, ".")
                     sources[module] = source = code.source_of_file(path, code.package_of(module, path))
                     waiting.append(source)
-        # Ranks get the functions of a pipeline's file by value, so it counts only if another source imports it.
-        if aside := {
-            module
-            for module, source in sources.items()
-            if code.ORCHESTRATORS & {name.partition(".")[0] for name in source.early}
-        }:
-            users = [needs, *(source for module, source in sources.items() if module not in aside)]
-            aside -= {part for user in users for name in user.imports | user.texts for part in code.parents_of(name)}
+                    if apart and os.path.realpath(path) in apart:
+                        aside.add(module)
+        # What ranks get of such a file counts with the function. The file counts only if another one names it.
+        users = [needs, *(source for module, source in sources.items() if module not in aside)]
+        aside -= {part for user in users for name in user.imports | user.texts for part in code.parents_of(name)}
+        begun = tuple(text for user in users for text in user.texts)
+        aside = {module for module in aside if not module.startswith(begun)}
         self.counted |= {module: source.digest for module, source in sources.items() if module not in aside}
         names = ", ".join(sorted({name.partition(os.sep)[0] for name in bundle.files}))
         self.zipped = bundle.zipped(f"the user modules {names}") if names else None

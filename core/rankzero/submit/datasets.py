@@ -207,9 +207,8 @@ def _delta(location: str) -> tuple[Any, str]:
     try:
         import deltalake
     except ImportError:
-        raise InvalidJobError(
-            f"{location} is a Delta table: pip install deltalake here. Or {_BY_SPARK % location}"
-        ) from None
+        what = f"{location} is a Delta table: pip install deltalake here. Or {_BY_SPARK % location}"
+        raise InvalidJobError(what) from None
     from pyarrow.dataset import ParquetReadOptions
 
     table = deltalake.DeltaTable(location)
@@ -255,9 +254,8 @@ def _manifest(data: Any, location: str, digest: str | None, where: str) -> Manif
     for file, inside in zip(files, schemas, strict=True):
         check_missing(file, inside, schema, where)
     content = digest or " ".join([*facts, str(schema)])
-    return Manifest(
-        schema=encode_schema(schema), files=files, size=size, digest=hashlib.sha256(content.encode()).hexdigest()
-    )
+    checksum = hashlib.sha256(content.encode()).hexdigest()
+    return Manifest(schema=encode_schema(schema), files=files, size=size, digest=checksum)
 
 
 def _decoded_row(fragments: list[Any]) -> float:

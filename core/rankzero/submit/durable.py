@@ -104,8 +104,7 @@ def open_durable(
     request = replace(request, template=replace(request.template, generation=caller.generation), caller=caller)
     known: RunHandle[Any] | None = None
     is_owned = False
-    # The handle, once there is one: under the same id there may be a later submission by then. A run that ends with
-    # the block needs nothing.
+    # The handle, once there is one: a later submission may have the same id. A run that ends with the block needs none.
     find = lambda: None if is_owned else known or existing.find(run)  # noqa: E731
     owned = not caller.is_followed_by_another
     with (
@@ -203,7 +202,7 @@ def start_driver(own: Submission, private: dict[str, Any]) -> DriverProcess:
 def _process_driver(own: Submission, request: Request, stop_timeout: float) -> Iterator[RunHandle[Any]]:
     """Starts a driver in another process, which ends its run with the block, and when this process exits."""
     owner = os.getpid()
-    # An interrupt before the block finds a driver that has not begun, and the caller records the end.
+    # At an interrupt before the block the caller records the end, or requests it of a driver that has begun.
     handle = start(own, request)
     try:
         yield handle

@@ -43,8 +43,8 @@ from rankzero.values.ref import ResultRef, map_refs
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(rb"\x8c(.)([A-Za-z_]\w*(?:[.:]\w*)+)([%{]?)", re.DOTALL)
-"""A short text in a pickle, behind its length, that may name something in a module, or begin such a name."""
+_TEXTS = [re.compile(rb"\x8c(.)([A-Za-z_]\w*(?:[.:]\w*)%b)([%%{]?)" % many, re.DOTALL) for many in (b"+", b"*")]
+"""A short text in a pickle, behind its length, that may name something in a module: with a dot, and with or without."""
 
 
 @dataclass(frozen=True)
@@ -130,14 +130,13 @@ def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_
         restart = {"restart_on": other.dumps(restart_on)} if restart_on else {}
         pickled = pickler.dumps(restart | parts)
     except Exception as error:
-        raise InvalidJobError(
-            f"{name}, an argument, or something that these refer to, cannot be pickled: {error}", code="RZ-1004"
-        ) from error
-    found = [text for length, text, mark in _NAME.findall(pickled) if mark or length[0] == len(text)]
-    texts = {text.decode().replace(":", ".") for text in found}
-    imports = needs.imports | pickler.modules | other.modules
-    needs = code.Source(imports=imports, texts=needs.texts | (texts - pickler.by_value))
-    return Payload(name, pack(pickled, buffers), Modules(needs, first), refs, training, arguments)
+        what = f"{name}, an argument, or something that these refer to, cannot be pickled: {error}"
+        raise InvalidJobError(what, code="RZ-1004") from error
+    computes = needs.computes or pickler.computes or any(name.encode() in pickled for name in code.IMPORTERS)
+    found = [text for length, text, mark in _TEXTS[computes].findall(pickled) if mark or length[0] == len(text)]
+    texts = {text.decode().replace(":", ".") for text in found} - pickler.by_value
+    needs = code.Source(imports=needs.imports | pickler.modules | other.modules, texts=needs.texts | texts)
+    return Payload(name, pack(pickled, buffers), Modules(needs, first, pickler.by_value), refs, training, arguments)
 
 
 def pack_trackers(trackers: Sequence[Tracker], engine: Engine) -> dict[str, Any] | None:
@@ -166,7 +165,8 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._stream = io.BytesIO()
         super().__init__(self._stream, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=on_buffer)
         self.modules: set[str] = set()  # Names that ranks import; some may be no modules
-        self.by_value: set[object] = set()  # Names in the pickle that are those of modules whose code it has
+        self.by_value: set[str] = set()  # Names in the pickle that are those of modules whose code it has
+        self.computes = False  # Whether a function of the user may import by any text
         self.loaded: list[str] = []  # Loaded modules below these, which code may reach by any attribute
 
     def dumps(self, obj: object) -> bytes:
@@ -201,10 +201,10 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
             return super().reducer_override(obj)
         # Not by cloudpickle's own decision, which knows nothing of the user's modules, and searches every loaded module
         # for a function that names none, which takes milliseconds and triggers modules that load lazily.
-        self.by_value.add(module)
+        self.by_value.add(str(module))
         if isinstance(obj, type):
             return _dynamic_class_reduce(obj)
-        self.by_value |= {obj.__globals__.get(name) for name in ("__name__", "__package__")}
+        self.by_value |= {str(obj.__globals__.get(name)) for name in ("__name__", "__package__")}
         return self._dynamic_function_reduce(obj)
 
     def _module(self, module: types.ModuleType) -> Any:
@@ -213,7 +213,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._note({name})
             return importlib.import_module, (name,)
         if code.is_sent_by_value(name):
-            self.by_value |= {name, module.__package__}
+            self.by_value |= {name, str(module.__package__)}
             return dynamic_subimport, (name, {key: each for key, each in vars(module).items() if key != "__builtins__"})
         return NotImplemented
 
@@ -221,6 +221,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         used = [function.__globals__.get(name) for name in _extract_code_globals(function.__code__)]
         modules = {each.__name__ for each in used if isinstance(each, types.ModuleType)}
         source = code.source_of_code(function.__code__, function.__globals__.get("__package__"))
+        self.computes = self.computes or source.computes
         self._note(source.imports.union(filter(code.travels, modules)))
 
     def _note(self, names: Iterable[str]) -> None:

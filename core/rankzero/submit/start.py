@@ -95,6 +95,8 @@ class Submitter:
         self._request = request
         self._payload = payload = pack.build(train, args, kwargs, request.restart_on)
         self._identity = payload.identity(request.num_processes, template.code_version, request.code)
+        # The trainer of a compatibility layer may continue runs by their names. That of a step is named by the step.
+        self._by_name = bool(getattr(train, "resumes_by_name", False)) and not template.generation
         self._sources = datasets.Sources(request.sources, engine, template.generation)
         if isinstance(train, (list, tuple)) and template.hang_timeout:
             raise InvalidJobError(
@@ -157,7 +159,10 @@ class Submitter:
         known = {name: job.identity_parts.get(DATASET + name, "") for name in self._request.sources}
 
         def assess(digests: dict[str, str]) -> Existing:
-            return existing.assess(before, self._asked(known | digests), self._request.caller, automatic=automatic)
+            asked = self._asked(known | digests)
+            found = existing.assess(before, asked, self._request.caller, automatic=automatic)
+            resumes = self._by_name and found.status.final and found.decision is Decision.FRESH
+            return replace(found, decision=Decision.RESUME) if resumes else found
 
         if automatic:
             # It is followed whatever differs, and perhaps the data cannot be read any more.
@@ -175,7 +180,7 @@ class Submitter:
         try:
             manifests, queries, digests = self._sources.collect(own, found.own if found else None)
             identity = self._asked(digests)
-            if found and found.decision is Decision.RESUME:
+            if found and found.decision is Decision.RESUME and not self._by_name:
                 # Only now all rows are known.
                 comparison = compare(found.own.job.identity_parts, identity, automatic=found.automatic)
                 decision = Decision.RESUME if comparison.same else Decision.FRESH
@@ -220,17 +225,21 @@ def recording_end(submitter: Submitter) -> Iterator[None]:
         # A forked child that leaves the block has submitted nothing.
         if own is None or os.getpid() != owner:
             raise
-
         what, state = f"{type(error).__name__}: {error}".rstrip(": "), "failed"
         end = error if isinstance(error, RankZeroError) else EngineError(f"the driver could not be started: {what}")
         if not isinstance(error, Exception):
-            what, state = f"the caller was interrupted by {what} before the driver started", "cancelled"
-            end = RunCancelledError(what)
+            state = "cancelled"
+            end = RunCancelledError(f"the caller was interrupted by {what} before the driver started")
 
         def record() -> None:
-            if own.is_there() and (status := own.status()).driver_pid is None and not status.final:
+            if not own.is_there() or (status := own.status()).final:
+                return
+            if status.driver_pid is None:
                 # A driver process that has started nevertheless finds the end, and exits.
                 own.finish(replace(status, state=state, error=end.to_json()))
+            elif own.job.owner:
+                # The cluster has started it before the caller had a handle.
+                own.request_cancel(reason=f"the caller was interrupted by {what}")
 
         # A store may raise anything, which must not replace the exception, and one that does not answer must not keep a
         # caller that was interrupted.

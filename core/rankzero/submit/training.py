@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import itertools
 import os
-import pkgutil
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -78,8 +78,9 @@ def resolve(train: object) -> Any:
 
 
 def _function(reference: str) -> object:
+    module, _, attributes = reference.partition(":")
     try:
-        return pkgutil.resolve_name(reference)
+        return functools.reduce(getattr, attributes.split("."), importlib.import_module(module))
     except Exception as error:
         what = f"train={reference!r} cannot be imported: {type(error).__name__}: {error}"
         raise InvalidJobError(what, code="RZ-1006") from error
@@ -99,9 +100,8 @@ def check_callable(function: object, args: tuple[Any, ...], kwargs: dict[str, An
     try:
         (signature.bind if are_all else signature.bind_partial)(*args, **kwargs)
     except TypeError as error:
-        raise InvalidJobError(
-            f"the arguments do not fit {name_of(function)}{signature}: {error}", code="RZ-1003"
-        ) from None
+        what = f"the arguments do not fit {name_of(function)}{signature}: {error}"
+        raise InvalidJobError(what, code="RZ-1003") from None
 
 
 def name_of(function: object) -> str:
@@ -121,11 +121,6 @@ def params_of(
 
     A command line is one text, ``args``. Secrets are masked by their names, also those of the ranks' variables,
     wherever else they occur, and in URLs.
-
-    Example:
-        >>> def train(lr, *, model, token=""): ...
-        >>> params_of(train, (0.1,), {"model": object(), "token": "geheim"}, {})
-        {'lr': 0.1, 'model': 'object', 'token': '***'}
     """
     named = bind(training, args, kwargs, all_of=True)
     words: list[str] = []
@@ -134,10 +129,12 @@ def params_of(
     secrets += [secret for value in named.values() if isinstance(value, dict) for secret in secrets_of(value)]
     if isinstance(training, Program):
         for before, word in itertools.pairwise(["", *training.line, *map(str, args)]):
-            # ``--name=value`` and ``name=value``, or the value behind ``--name``.
+            # ``--name=value`` and ``name=value``, or the value behind ``--name``, which may have a "=", too.
+            is_flag = word.startswith("--") and word[2:3].isalpha()
+            flag = before if before.startswith("-") and "=" not in before and not is_flag else ""
             name, equals, value = word.partition("=")
-            if not equals:
-                name, value = before if before.startswith("-") and "=" not in before else "", word
+            if not equals or hides(flag.lstrip("-+~"), word):
+                name, equals, value = flag, "", word
             secrets += secrets_of({name.lstrip("-+~"): value})
             words.append(f"{name if equals else ''}{equals}{MASK}" if hides(name.lstrip("-+~"), value) else word)
         named = {"args": " ".join(words)}
@@ -146,13 +143,7 @@ def params_of(
 
 
 def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, all_of: bool = False) -> dict[str, Any]:
-    """Returns the arguments of a call by name, and the defaults of others; of a command line or in C as a whole.
-
-    Example:
-        >>> def train(lr, *layers, **options): ...
-        >>> bind(train, (0.1, 8, 8), {"epochs": 3})
-        {'lr': 0.1, 'layers': (8, 8), 'epochs': 3}
-    """
+    """Returns the arguments of a call by name, and the defaults of others; of a command line or in C as a whole."""
     try:
         bound = inspect.signature(function).bind(*args, **kwargs)
     except (TypeError, ValueError):

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from rankzero.engines.base import Engine
 from rankzero.engines.local import LocalEngine
 from rankzero.launcher import Launcher
 from rankzero.store import STORE_VARIABLE
@@ -28,12 +27,9 @@ def local_trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         The store: a temporary directory that holds the run directories of all that name no store.
     """
     store = tmp_path / "rankzero-runs"
-
-    def engine(launcher: Launcher) -> Engine:
-        return LocalEngine()
-
+    request = Launcher._request
     monkeypatch.setenv(STORE_VARIABLE, str(store))
-    monkeypatch.setattr(Launcher, "_engine", engine)
+    monkeypatch.setattr(Launcher, "_request", lambda launcher: request(launcher.options(engine=LocalEngine())))
     return store
 
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,19 @@ def test_a_submission_that_fails_is_recorded_with_its_cause(
     assert words in str(found.status().error)
     # A driver that the cluster has taken all the same does nothing.
     assert Submission(found.own.run, found.job).is_lost()
+
+
+def test_a_driver_that_has_begun_is_asked_to_stop_at_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin(engine: SparkSubmitEngine, own: Submission, private: Mapping[str, Any]) -> None:
+        own.write_status(replace(own.status(), driver_pid=1))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SparkSubmitEngine, "check", lambda *_: None)
+    monkeypatch.setattr(SparkSubmitEngine, "start_driver", begin)
+    launcher = Launcher(2, engine=SparkSubmitEngine("spark://head:7077"), store=tmp_path, run_id="one")
+    with pytest.raises(KeyboardInterrupt):
+        launcher.run(len, "abc")
+    assert (found := find(launcher))
+    assert found.own.cancel_request()
