@@ -18,7 +18,7 @@ import pytest
 from tests.conftest import find, until
 from tests.tries.identities import identity_by
 
-from rankzero import InvalidJobError, Launcher, RunCancelledError, RunHandle
+from rankzero import InvalidJobError, Launcher, RunCancelledError, RunHandle, WorkerFailedError
 from rankzero.pipeline import open_run
 
 LOG = logging.getLogger(__name__)
@@ -235,3 +235,27 @@ def test_the_identity_is_that_of_the_code_that_is_sent(
     assert handle.job.identity_parts == sent
     monkeypatch.undo()
     assert identity_by(launcher, script, (str(go),), {}) != sent
+
+
+def test_a_file_that_did_not_travel_counts_for_a_user_once_a_rank_has_loaded_it(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    def train(folder: str, name: str) -> None:
+        import importlib
+
+        import rankzero.train as rt
+
+        sys.path.insert(0, folder)
+        importlib.import_module(name)
+        rt.report({}, checkpoint={"x": 1})
+        rt.context.await_checkpoint()
+        raise ValueError("late")
+
+    one = launcher.options(run_id="one", num_processes=1)
+    plugin = tmp_path / f"plugin_{secrets.token_hex(4)}.py"
+    for text, beginning in [("A = 1", "first"), ("A = 1", "resumed"), ("A = 2", f"other than before: module {plugin}")]:
+        plugin.write_text(text)
+        with pytest.raises(WorkerFailedError, match="late"):
+            one.run(train, str(tmp_path), plugin.stem)
+        assert (found := find(one))
+        assert beginning in found.job.beginning

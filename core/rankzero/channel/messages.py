@@ -150,6 +150,7 @@ class Part(Message):
 
     Attributes:
         has_result: True if this rank had set the value of the run by then: `rankzero.train.set_result`.
+        loaded: `rankzero.run.checkpoints.loaded_sources` of rank 0.
         upload: Name under which the agent has sent the part over the channel; empty if the rank has stored it.
     """
 
@@ -163,6 +164,7 @@ class Part(Message):
     metrics: dict[str, Any]
     time: float
     has_result: bool = False
+    loaded: dict[str, str] = field(default_factory=dict)
     upload: str = ""
 
 

@@ -12,10 +12,13 @@ copy of a checkpoint under another name, belongs to the user: it is neither read
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import math
+import os
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -23,6 +26,7 @@ from typing import Any
 from rankzero import store
 from rankzero.job import CheckpointConfig
 from rankzero.run.directory import TABLES
+from rankzero.store import location
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +37,7 @@ DAMAGED = "damaged"
 _NAME = re.compile(r"([0-9]{4}|[1-9][0-9]{4,})-([0-9]{6}|[1-9][0-9]{6,})")  # Of a checkpoint's folder
 _BEGUN = re.compile(r"_begun-(.+)-([0-9]+)-([0-9]+)")  # Name of a `begun_file`
 _FILE = re.compile(rf"rank-[0-9]+\.[a-z.]+|{DAMAGED}")  # In a folder that is not committed
+_loaded: dict[str, str] = {}  # Checksums of the sources that this process has loaded, empty for those that do not count
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class Manifest:
     # ``file``, ``format``, ``size`` and ``sha256`` of each part, by rank as text, since keys in JSON are text
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
     has_result: bool = False  # True if rank 0 had set the value of the run before: `rankzero.train.set_result`
+    loaded: dict[str, str] = field(default_factory=dict)  # `loaded_sources` of rank 0
     place: str = ""  # The folder of the submission that wrote it, which its file does not contain
 
     @classmethod
@@ -61,6 +67,7 @@ class Manifest:
             world_size=world_size,
             parts={str(rank): {key: part[key] for key in kept} for rank, part in sorted(parts.items())},
             has_result=lead.get("has_result", False),
+            loaded=lead.get("loaded", {}),
             place=place,
         )
 
@@ -82,7 +89,7 @@ class Manifest:
         wanted = {"0", *map(str, ranks)}
         formats = sorted({part["format"] for part in self.parts.values()})
         parts = {rank: part for rank, part in self.parts.items() if rank in wanted}
-        return {**vars(self), "parts": parts, "formats": formats}
+        return {**vars(self), "parts": parts, "formats": formats, "loaded": {}}
 
 
 def list_committed(places: Iterable[str]) -> list[Manifest]:
@@ -200,3 +207,22 @@ def score(metrics: Mapping[str, Any], metric: str | None, mode: str) -> float:
     if not isinstance(value, (int, float)) or math.isnan(value):
         return -math.inf
     return value if mode == "max" else -value
+
+
+def loaded_sources() -> dict[str, str]:
+    """Returns the checksums of the user's sources that this rank has loaded and no job has brought, by path."""
+    scratch = os.path.realpath(os.environ.get("RANKZERO_SCRATCH", os.devnull)) + os.sep
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__dict__", {}).get("__file__")
+        if isinstance(file, str) and file not in _loaded and name.partition(".")[0] not in location.BESIDE:
+            is_own = file.endswith(".py") and location.is_user_file(file)
+            is_sent = is_own and os.path.realpath(file).startswith(scratch)
+            _loaded[file] = digest_of_source(file) if is_own and not is_sent else ""
+    return {path: digest for path, digest in _loaded.items() if digest}
+
+
+def digest_of_source(path: str) -> str:
+    """Returns the checksum of a source as ranks report it; empty if it cannot be read."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+    return ""

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_INTERRUPTS = 5
-"""Number of times that ending a run is tried, since further interrupts may stop it."""
+_INTERRUPTS = 5  # Number of times that ending a run is tried, since further interrupts may stop it
 
 RETRY_DELAY_MAX = 24 * 3600.0  # Longest delay in seconds between two tries, if the delay grows
 SCHEDULING_SLACK = 900.0  # Seconds from when a try is due to its first poll: a pool may be full, a deployment slow

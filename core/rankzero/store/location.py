@@ -9,6 +9,7 @@ a directory is rejected, it is compared with a new directory of this process bes
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import stat
@@ -19,9 +20,7 @@ from rankzero.errors import InvalidJobError
 
 _LOCAL = re.compile(r"(?:file|local):(?://(?=/)|(?=/))")
 """Scheme that may precede an absolute path. Java writes ``file:/x``."""
-
 _ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
-
 _NO_COLON = re.compile(r"(s3a?|gc?s|abfss?|az|hdfs|viewfs|webhdfs|dbfs|file|local|memory)//")
 """A URL without its colon, which would otherwise be a folder of the working directory."""
 
@@ -173,3 +172,27 @@ def _name(uid: int) -> str:
 
         return f"user {pwd.getpwuid(uid).pw_name} ({uid})"
     return f"user {uid}"
+
+
+# Found beside the user's modules in some layouts ($SPARK_HOME/python), and never the user's. The search for pip alone
+# makes setuptools fail to import in this process.
+BESIDE = frozenset({"rankzero", "pip", "pyspark", "py4j", "torch", "numpy", "cloudpickle", "__main__", "__mp_main__"})
+
+
+@functools.cache
+def _installed_roots() -> tuple[str, ...]:
+    # Imported here, since most processes judge no file.
+    import site
+    import sysconfig
+
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    places = [*map(sysconfig.get_path, names), *site.getsitepackages(), site.getusersitepackages()]
+    return tuple(os.path.realpath(path) + os.sep for path in places if path)
+
+
+@functools.lru_cache(maxsize=16384)
+def is_user_file(path: str) -> bool:
+    """Returns True for the file of a module that no package installer has put there."""
+    real = os.path.realpath(path)
+    is_installed = path.startswith(_installed_roots()) or real.startswith(_installed_roots()) or ".zip" in real
+    return not (is_installed or {"site-packages", "dist-packages"} & {*real.split(os.sep)})

@@ -22,9 +22,7 @@ import itertools
 import linecache
 import os
 import re
-import site
 import sys
-import sysconfig
 import token
 import tokenize
 import types
@@ -33,23 +31,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from rankzero import store
+from rankzero.store.location import BESIDE, is_user_file
 
 ORCHESTRATORS = frozenset({"airflow", "dagster", "airflow_rankzero", "dagster_rankzero"})
-# Found beside the user's modules in some layouts ($SPARK_HOME/python), and never the user's. The search for pip alone
-# makes setuptools fail to import in this process.
-_BESIDE = frozenset({"rankzero", "pip", "pyspark", "py4j", "torch", "numpy", "cloudpickle", "__main__", "__mp_main__"})
-NEVER_SHIPPED = _BESIDE | ORCHESTRATORS | sys.stdlib_module_names
-
-_PLACES = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-_PLACES |= {*site.getsitepackages(), site.getusersitepackages()}
-_INSTALLED_ROOTS = tuple(os.path.realpath(path) + os.sep for path in _PLACES if path)
-
-
-@functools.lru_cache(maxsize=16384)
-def _is_user_file(path: str) -> bool:
-    real = os.path.realpath(path)
-    is_installed = path.startswith(_INSTALLED_ROOTS) or real.startswith(_INSTALLED_ROOTS) or ".zip" in real
-    return not (is_installed or {"site-packages", "dist-packages"} & {*real.split(os.sep)})
+NEVER_SHIPPED = BESIDE | ORCHESTRATORS | sys.stdlib_module_names
 
 
 @functools.lru_cache(maxsize=1024)
@@ -64,7 +49,7 @@ def spec_of(root: str, first: str | None = None) -> Any:
     if spec is None:
         return None
     places = list(spec.submodule_search_locations or []) or [spec.origin or ""]
-    is_user_s = all(place and _is_user_file(place) for place in places)
+    is_user_s = all(place and is_user_file(place) for place in places)
     return spec if is_user_s and not _is_install_target(os.path.dirname(places[0])) else None
 
 
@@ -131,7 +116,7 @@ def package_of(name: str, path: str) -> str:
 def is_sent_by_value(module: str) -> bool:
     """Returns True for a loaded module of the user, or one below such a module, that does not travel as files."""
     files = (getattr(sys.modules.get(part), "__file__", None) for part in parents_of(module))
-    is_user_s = any(isinstance(file, str) and _is_user_file(file) for file in files)
+    is_user_s = any(isinstance(file, str) and is_user_file(file) for file in files)
     return is_user_s and module.partition(".")[0] not in NEVER_SHIPPED and not travels(module)
 
 

@@ -15,10 +15,10 @@ from rankzero.bounds import CANCEL_TIMEOUT
 from rankzero.errors import EngineError, InvalidJobError, RunNotFoundError
 from rankzero.host.processes import is_gone
 from rankzero.job import Job
-from rankzero.run.checkpoints import list_committed, list_folders
+from rankzero.run.checkpoints import digest_of_source, list_committed, list_folders
 from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.handle import RunHandle
-from rankzero.run.identity import Comparison, Decision, compare, decide, describe
+from rankzero.run.identity import CODE_VERSION, MODULE, Comparison, Decision, compare, decide, describe
 from rankzero.run.status import SHORTEST_PACE, RunStatus
 from rankzero.run.tries import PipelineTry
 from rankzero.values.pickled import Part
@@ -86,6 +86,12 @@ def assess(own: Submission, asked: Mapping[str, str], caller: PipelineTry | None
         delivered = replace(delivered, acknowledged=True)
         own.record_delivery(delivered)
     comparison = compare(job.identity_parts, asked, automatic=automatic)
+    if comparison.same and not automatic and CODE_VERSION not in asked:
+        committed = list_committed([*own.earlier(), own.directory])
+        loaded = committed[-1].loaded if committed else {}
+        # A file that is not on this host counts as equal.
+        edited = [path for path, digest in loaded.items() if digest_of_source(path) not in ("", digest)]
+        comparison = Comparison(tuple(f"{MODULE}{path}" for path in sorted(edited)))
     decision = decide(
         status.state,
         same_training=comparison.same,

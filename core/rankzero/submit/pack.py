@@ -43,8 +43,8 @@ from rankzero.values.ref import ResultRef, map_refs
 
 logger = logging.getLogger(__name__)
 
-_TEXTS = [re.compile(rb"\x8c(.)([A-Za-z_]\w*(?:[.:]\w*)%b)([%%{]?)" % many, re.DOTALL) for many in (b"+", b"*")]
-"""A short text in a pickle, behind its length, that may name something in a module: with a dot, and with or without."""
+_NAME = re.compile(rb"\x8c(.)([A-Za-z_]\w*(?:[.:]\w*)+)([%{]?)", re.DOTALL)
+"""A short text in a pickle, behind its length, that may name something in a module, or begin such a name."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,10 @@ def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_
     except Exception as error:
         what = f"{name}, an argument, or something that these refer to, cannot be pickled: {error}"
         raise InvalidJobError(what, code="RZ-1004") from error
-    computes = needs.computes or pickler.computes or any(name.encode() in pickled for name in code.IMPORTERS)
-    found = [text for length, text, mark in _TEXTS[computes].findall(pickled) if mark or length[0] == len(text)]
-    texts = {text.decode().replace(":", ".") for text in found} - pickler.by_value
+    found = [text for length, text, mark in _NAME.findall(pickled) if mark or length[0] == len(text)]
+    texts = pickler.texts.union(text.decode().replace(":", ".") for text in found) - pickler.by_value
+    if needs.computes or pickler.computes:
+        texts |= {value for value in (*args, *kwargs.values()) if isinstance(value, str)}
     needs = code.Source(imports=needs.imports | pickler.modules | other.modules, texts=needs.texts | texts)
     return Payload(name, pack(pickled, buffers), Modules(needs, first, pickler.by_value), refs, training, arguments)
 
@@ -166,7 +167,8 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(self._stream, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=on_buffer)
         self.modules: set[str] = set()  # Names that ranks import; some may be no modules
         self.by_value: set[str] = set()  # Names in the pickle that are those of modules whose code it has
-        self.computes = False  # Whether a function of the user may import by any text
+        self.texts: set[str] = set()  # Texts in functions of the user that may name modules
+        self.computes = False  # Whether one of these functions may import by any text
         self.loaded: list[str] = []  # Loaded modules below these, which code may reach by any attribute
 
     def dumps(self, obj: object) -> bytes:
@@ -221,6 +223,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         used = [function.__globals__.get(name) for name in _extract_code_globals(function.__code__)]
         modules = {each.__name__ for each in used if isinstance(each, types.ModuleType)}
         source = code.source_of_code(function.__code__, function.__globals__.get("__package__"))
+        self.texts |= source.texts
         self.computes = self.computes or source.computes
         self._note(source.imports.union(filter(code.travels, modules)))
 

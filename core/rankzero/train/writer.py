@@ -15,6 +15,7 @@ from rankzero import bounds
 from rankzero.channel import messages
 from rankzero.errors import ResultError
 from rankzero.host.processes import unnamed_file
+from rankzero.run.checkpoints import loaded_sources
 from rankzero.train import sharded as sharding
 from rankzero.train.checkpoint import Checkpoint
 from rankzero.train.parts import NotTakenError, Parts
@@ -44,12 +45,10 @@ class CheckpointWriter:
         self._world_size = world_size
         self._send = send
         self._flush = flush
-        self._next = 0
-        self._settled = -1
-        self._staged = -1
+        self._next = self._writing = 0
+        self._settled = self._staged = -1
         self._sharded: bool | None = None
         self._waiting: deque[tuple[dict[str, Any], IO[bytes]]] = deque()
-        self._writing = 0
         self._failure: ResultError | None = None
         self._thread: threading.Thread | None = None
         self._busy = False
@@ -197,6 +196,7 @@ class CheckpointWriter:
     def _write(self, facts: dict[str, Any], source: IO[bytes]) -> None:
         try:
             facts["sha256"] = formats.digest_of_file(source.fileno())
+            facts["loaded"] = {} if self._rank else loaded_sources()
             facts["size"] = os.fstat(source.fileno()).st_size
             facts["upload"] = self._parts.write(facts["id"], facts["file"], source)
             if facts["upload"]:

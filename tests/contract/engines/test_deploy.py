@@ -103,12 +103,7 @@ def test_a_driver_that_a_cluster_queues_is_awaited_for_start_timeout(tmp_path: P
     ("name", "error", "state", "words"),
     [
         ("run", FileNotFoundError("spark-submit"), "failed", "not be started: FileNotFoundError: spark-submit"),
-        (
-            "submit",
-            FileNotFoundError("spark-submit"),
-            "failed",
-            "not be started: FileNotFoundError: spark-submit",
-        ),
+        ("submit", FileNotFoundError("spark-submit"), "failed", "not be started: FileNotFoundError: spark-submit"),
         ("submit", KeyboardInterrupt(), "cancelled", "interrupted by KeyboardInterrupt before the driver started"),
     ],
 )
