@@ -20,6 +20,8 @@ from rankzero import Launcher, ResultError, WorkerFailedError, bounds
 from rankzero.channel import messages
 from rankzero.channel.messages import Decoder, encode
 from rankzero.driver.recorder import Recorder
+from rankzero.engines.base import AgentGroup
+from rankzero.engines.local import LocalSession
 from rankzero.train.context import await_checkpoint
 from rankzero.worker.control import Control
 
@@ -65,7 +67,7 @@ def test_a_cancel_behind_a_success_ends_the_delivery_of_its_lines(
     monkeypatch.setattr(Recorder, "log", lambda *given: (time.sleep(PAUSE * 20), log(*given))[1])
 
     def train(note: str) -> None:
-        Path(note).write_text(str(os.getpid()))
+        Path(note).write_text(f"{os.getpid()} {os.getppid()}")
         for _ in range(400):
             os.write(1, (b"x" * 1023 + b"\n") * 256)
 
@@ -73,10 +75,29 @@ def test_a_cancel_behind_a_success_ends_the_delivery_of_its_lines(
     with ThreadPoolExecutor(1) as executor:
         running = executor.submit(launcher.run, train, str(rank))
         handle = until(lambda: find(launcher), WAIT, "the run")
-        until(lambda: handle.status().result and not is_alive(int(rank.read_text())), WAIT, "the rank's end")
+        until(lambda: handle.status().result, WAIT, "the value")
+        pid, agent = map(int, rank.read_text().split())
+        until(lambda: not is_alive(pid), WAIT, "the rank's end")
         handle.cancel()
+        # Each signal is a request to stop, too, and gives no more time.
+        until(lambda: (is_alive(agent) and os.kill(agent, signal.SIGTERM)) or running.done(), WAIT, "the end")
         assert running.result(WAIT) is None
     assert len(list(handle.logs())) < 400 * 256
+
+
+def test_a_file_that_the_driver_cannot_read_either_is_fetched_once(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = LocalSession.launch
+
+    def launch_without(session: LocalSession, *given: Any) -> AgentGroup:
+        (payload,) = Path(str(launcher.store)).rglob("payload.pkl")
+        payload.unlink()
+        return launch(session, *given)
+
+    monkeypatch.setattr(LocalSession, "launch", launch_without)
+    with pytest.raises(ResultError, match="^payload.pkl cannot be had from the driver: .*FileNotFoundError"):
+        launcher.options(max_restarts=1).run(os.getpid)
 
 
 def test_a_checkpoint_overtakes_no_report(launcher: Launcher) -> None:

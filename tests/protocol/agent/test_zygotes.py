@@ -1,5 +1,6 @@
 """Zygotes: one import of torch for many launches, and nothing that one run leaves for the next."""
 
+import asyncio
 import contextlib
 import importlib.util
 import os
@@ -68,6 +69,7 @@ def look_around() -> dict[str, Any]:
         "dtype": str(torch.get_default_dtype()),
         "precision": decimal.getcontext().prec,
         "umask": os.umask(0o022),
+        "loop": sys.version_info < (3, 14) and asyncio.get_event_loop().run_until_complete(asyncio.sleep(0, "waited")),
         "cuda": torch.cuda.is_initialized(),
         "locale": locale.setlocale(locale.LC_ALL),
         "seeds": [torch.initial_seed(), random.random(), float(numpy.random.rand())],
@@ -292,6 +294,27 @@ def module_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def is_fork() -> bool:
     return "rankzero.task.zygote" in Path("/proc/self/cmdline").read_text()
+
+
+NOTES_WHAT_IT_IS_ASKED_WITH = """
+import os, torch
+seen = []
+torch.accelerator.is_available = lambda: seen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+torch.cuda.is_available = lambda: True
+"""
+
+
+@pytest.mark.usefixtures("own_zygotes")
+def test_torch_is_asked_for_devices_once_a_rank_sees_only_its_own(
+    launcher: Launcher, module_ahead: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank of the second launch was forked ahead."""
+    own, other = (f"{os.getpid()}{number}" for number in range(2))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{own},{other}")
+    module_ahead.write_text(NOTES_WHAT_IT_IS_ASKED_WITH)
+    launcher = launcher.options(num_processes=1, use_gpu=True)
+    for _ in range(2):
+        assert launcher.run(lambda: importlib.import_module("module_loaded_ahead").seen) == [own]
 
 
 OPENS_A_GPU = """
