@@ -108,7 +108,7 @@ class Zygote:
         _outlive_signals()
         processes.allow_open_files()
         ranks = [Rank(local_rank) for local_rank in range(self._ahead)]
-        # Makes the loop; by a factory, since `asyncio.get_event_loop` of a fork would return it otherwise.
+        # Makes the loop; by a factory, since `asyncio.get_event_loop` in the ranks would return it otherwise.
         runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)
         runner.run(asyncio.sleep(0))
         with zygote.makefile("rb") as lines:

@@ -95,7 +95,7 @@ def _work(
     phases["imported"] = time.time()
     control.send(messages.Reached("ready"))
     start = control.expect(messages.Start)
-    # Before torch is asked for devices: it finds all GPUs of the host, or those of the task, once and for all.
+    # First: the devices that torch sees when it is asked for them are this process's from then on.
     adopt(start.env)
     control.exit_timeout = start.exit_timeout
     # A rank that was forked ahead has waited for its agent.
