@@ -247,33 +247,33 @@ class Delegation:
             return
         logger.info("the run is driven in its stage; this process keeps the connection to %s", self._own.job.engine)
 
-        own, session, exit_by, is_named = self._own, self._driver.places.session, math.inf, False
+        own, session, is_named = self._own, self._driver.places.session, threading.Event()
         reader = RunHandle[Any](own.run.directory, job=own.job, follows=False)
 
-        def is_over() -> bool:
-            nonlocal is_named
-            if store.exists(store.join(own.path("stage"), OVER)) or not own.has_driver():
-                # Its driver has exited, or the run was removed meanwhile.
-                return True
-            # Its driver may have died with the server, for which pyspark would wait.
-            status = reader.status()
-            is_named = status.state != "pending"
-            return status.final and not (session and session.is_usable())
+        def await_end() -> None:
+            # Until its driver has exited, or the run was removed.
+            while not self._ended and not store.exists(store.join(own.path("stage"), OVER)) and own.has_driver():
+                if (status := reader.status()).state != "pending":
+                    is_named.set()
+                if status.final and not (session and session.is_usable()):
+                    # Its driver may have died with the server, for which pyspark would wait.
+                    break
+                time.sleep(CHECK_INTERVAL)
+            time.sleep(STAGE_END_TIMEOUT())
 
-        reply, over_at = in_thread(is_over), math.inf
-        while not self._ended:
+        # In a thread: the store may hang, while the stage continues.
+        over, exit_by = in_thread(await_end), math.inf
+        while not (self._ended or over.done()):
             if self._watch.interrupted:
                 # Until the first status of its driver, followers take this process for it.
                 exit_by = min(exit_by, time.monotonic() + STATUS_TIMEOUT())
-                if is_named or time.monotonic() >= exit_by:
+                if is_named.is_set() or time.monotonic() >= exit_by:
                     break
-            # The store may hang, while the stage continues.
-            if over_at == math.inf and reply.done():
-                over_at, reply = time.monotonic() if reply.result() else math.inf, in_thread(is_over)
-            if time.monotonic() - over_at > STAGE_END_TIMEOUT():
-                await done_within(bounds.STOP_MARGIN(), self._group.cancel)
-                return
             await self._watch.wait(CHECK_INTERVAL)
+        if over.done() and not self._ended:
+            over.result()
+            await done_within(bounds.STOP_MARGIN(), self._group.cancel)
+            return
         logger.info("the stage %s", self._explained() if self._ended else f"continues: {self._watch.interrupted}")
 
     def _on_end(self, error: BaseException | None) -> None:
