@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tests.conftest import free_ports
@@ -150,18 +150,15 @@ class SlowConnection:
 
 @contextlib.asynccontextmanager
 async def sending(directory: Path) -> AsyncIterator[tuple[SlowConnection, Output]]:
-    connection, out = SlowConnection(), Output(0, str(directory))
-    out.connection = connection  # type: ignore[assignment]
-    pump = asyncio.create_task(out.pump())
+    connection = SlowConnection()
+    out = Output(0, str(directory), cast("Any", connection))
     yield connection, out
     connection.unsent = 0
     await out.send_waiting()
     out.finish()
-    pump.cancel()
 
 
 def test_what_was_sent_is_released_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "RELEASE", 1 << 16)
     monkeypatch.setattr(output, "BATCH", 1 << 15)
 
     async def main() -> None:
