@@ -17,7 +17,7 @@ from rankzero.kinds import MODE, POSITIVE, TEXT, WorldSize
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 """``major.minor`` of this interpreter."""
 
-FORMAT = 2
+FORMAT = 3
 """Version of the files of a run directory. A reader refuses another one."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import logging.config
 from collections.abc import Iterator
 
 import pytest
@@ -33,8 +32,10 @@ def test_lines_are_printed_whatever_the_root_level_is(
     ranks: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "level", logging.ERROR)
-    # As logging.config does to loggers that it does not know.
+    # As logging.config does to loggers that it does not know. One below a logger that it names is as at the beginning.
     monkeypatch.setattr(ranks, "disabled", True)
+    ranks.handlers[:], ranks.propagate = [], True
+    ranks.setLevel(logging.NOTSET)
     assert printed(capsys) == LINES
     ranks.addFilter(lambda record: "ERROR" not in record.getMessage())
     assert printed(capsys) == LINES[:2]
@@ -43,9 +44,13 @@ def test_lines_are_printed_whatever_the_root_level_is(
 def test_a_handler_gets_lines_with_their_run(
     ranks: logging.Logger, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    ranks.handlers[:], ranks.disabled = [caplog.handler], True
+    ranks.handlers[:], ranks.propagate, ranks.disabled = [caplog.handler], False, True
+    ranks.setLevel(logging.NOTSET)
     assert printed(capsys) == []
     assert [record.getMessage() for record in caplog.records] == LINES
     assert {vars(record)["run_id"] for record in caplog.records} == {"nightly"}
     ranks.setLevel(logging.WARNING)
     assert (printed(capsys), len(caplog.records)) == ([], len(LINES))
+    ranks.handlers.clear()
+    ranks.setLevel(logging.INFO)
+    assert printed(capsys) == []

@@ -84,7 +84,6 @@ class Submitted:
     def __init__(self, folder: Path, pool: ThreadPoolExecutor, start_timeout: float = WAIT) -> None:
         facts = {"start_timeout": start_timeout, "nonce": "ab"}
         self.own, self.engine = submitted(str(folder / "run"), **facts), Cluster()
-        self.before = self.own.status()
         private: dict[str, Any] = {"env": {"TOKEN": "secret-of-the-user"}, "trackers": None}
         driver = Driver(self.own, self.engine, private["env"], leased=True)
         self.watch = driver.watch
@@ -104,17 +103,6 @@ class Submitted:
 def pool() -> Any:
     with ThreadPoolExecutor(4) as made:
         yield made
-
-
-def test_the_submitter_writes_no_status_of_a_run_that_is_driven_in_its_stage(
-    tmp_path: Path, pool: ThreadPoolExecutor
-) -> None:
-    run = Submitted(tmp_path, pool)
-    assert run.own.claim_driver()
-    run.stage.on_end(RuntimeError("the driver was killed"))
-    assert run.followed.result(WAIT)
-    assert run.own.status() == run.before
-    assert run.lines() == []
 
 
 def test_the_submitter_drives_a_run_whose_stage_fails_before_its_driver_has_claimed_it(
@@ -161,11 +149,32 @@ def test_a_stage_that_does_not_begin_in_time_is_cancelled(tmp_path: Path, pool: 
     assert not run.own.claim_driver()
 
 
-def test_a_submitter_that_must_exit_leaves_the_stage_running(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+def test_a_cancel_is_heard_while_the_status_of_the_submitter_hangs(
+    tmp_path: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang(own: Submission, _: RunStatus) -> None:
+        own.request_cancel()
+        threading.Event().wait(WAIT)
+
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "10")
+    monkeypatch.setattr(Submission, "write_status", hang)
+    with pytest.raises(RunCancelledError):
+        Submitted(tmp_path, pool).followed.result(WAIT)
+
+
+def test_a_submitter_that_must_exit_leaves_the_stage_running(
+    tmp_path: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "20")
     run = Submitted(tmp_path, pool)
     assert run.own.claim_driver()
     interrupt(run)
+    with pytest.raises(TimeoutError):
+        # Followers take it for the driver.
+        run.followed.result(1.0)
+    run.own.write_status(RunStatus("starting"))
     assert run.followed.result(WAIT)
+    assert (run.own.status(), run.lines()) == (RunStatus("starting"), [])
     assert not run.stage.is_cancelled
 
 
@@ -236,6 +245,8 @@ def test_a_stage_that_waits_for_slots_is_reported_to_followers(
     tmp_path: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.01")
+    # No stage fails because its followers are told less.
+    monkeypatch.setattr(Submission, "write_status", lambda *_: tmp_path.write_text("a directory refuses it"))
     run = Submitted(tmp_path, pool)
     until(run.lines, WAIT, "a line about the wait")
     assert run.own.claim_driver()

@@ -22,6 +22,7 @@ from rankzero import (
     StartTimeoutError,
     WorkerFailedError,
 )
+from rankzero.driver.storage import Storage
 from rankzero.kinds import RESTART_ON
 from rankzero.worker import failures as worker
 
@@ -129,17 +130,23 @@ def test_each_attempt_of_an_elastic_run_takes_what_there_is_and_goes_on(growing:
     assert run.world_size == run.status().world_size == 4
 
 
-def fail_and_leave(slots: str) -> None:
-    """Leaves no slots for the next attempt."""
-    Path(slots).write_text("0")
+def fail_and_leave(slots: str, left: str) -> None:
+    """Leaves slots for the next attempt."""
+    Path(slots).write_text(left)
     raise RetryableError("another try")
 
 
-def test_a_wait_between_two_attempts_counts_for_the_timeout(growing: Launcher, slots: Path) -> None:
+@pytest.mark.parametrize("left", ["0", "2"])
+def test_a_wait_between_two_attempts_counts_for_the_timeout(
+    growing: Launcher, slots: Path, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    """A wait for slots, or for a store that is slow."""
+    begin = Storage.begin
+    monkeypatch.setattr(Storage, "begin", lambda own: begin(own) if slots.read_text() == "1" else time.sleep(WAIT))
     slots.write_text("1")
     brief = growing.options(num_processes=1, max_restarts=1, timeout=10.0, start_timeout=30.0)
     with pytest.raises(RunTimeoutError, match=r"timeout=10.0 s and was ended"):
-        brief.run(fail_and_leave, str(slots))
+        brief.run(fail_and_leave, str(slots), left)
 
 
 @pytest.mark.parametrize("answer", ["nothing", "0"])

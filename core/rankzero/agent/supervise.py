@@ -31,6 +31,7 @@ from rankzero.host import network, processes
 from rankzero.host.processes import pidfd_of, readable
 from rankzero.host.usage import UsageSampler
 from rankzero.threads import ActionThread, reply_of
+from rankzero.worker import failures
 from rankzero.worker.call import cut_off_message
 
 WORKER_EXIT_MARGIN = bounds.stretched(4.0)  # To exit for a rank whose exit_timeout is over
@@ -64,9 +65,8 @@ class Agent:
         # How the ranks end: asked to exit; before all had committed; since the task process has exited; as agreed.
         self._is_ending = self._is_early = self._is_orphaned = self._is_agreed = False
         self._complete = asyncio.Event()
-        self._stop_by = float("inf")
+        self._stop_by = self._deliver_by = float("inf")
         self._kill: asyncio.TimerHandle | None = None
-        self._delivery: asyncio.Timeout | None = None
         self.lost: str | None = None
         self.has_failed = False
 
@@ -169,7 +169,8 @@ class Agent:
             try:
                 await self._driver.fetch(name, path)
             except OSError as error:
-                raise ResultError(f"{name} cannot be had from the driver: {error}") from error
+                self._ranks[0].send(failures.describe(ResultError(f"{name} cannot be had from the driver: {error}")))
+                return
         common = await reply_of(self._reader.submit(lambda: inputs.message(self._config, self._began)))
         self._ranks[0].output.add(self._config["notes"])
         for rank in self._ranks:
@@ -287,8 +288,7 @@ class Agent:
         self._kill_at(self._stop_by)
         for rank in self._ranks if not was_ending else ():
             rank.kill(signal.SIGTERM)
-        if self._delivery:
-            self._delivery.reschedule(asyncio.get_running_loop().time() + STOPPED_LINES_TIMEOUT())
+        self._deliver_by = min(self._deliver_by, time.monotonic() + STOPPED_LINES_TIMEOUT())
         self._collect()
 
     def _await_exits(self) -> None:
@@ -321,24 +321,20 @@ class Agent:
             # Every child that kept the pipe open has exited, so it can be read to its end.
             rank.drain()
         if not self.lost:
-            with contextlib.suppress(OSError):
-                # A run that was stopped has no time for all of them.
-                timeout = STOPPED_LINES_TIMEOUT() if self._is_early else LAST_LINES_TIMEOUT()
-                async with asyncio.timeout(timeout) as self._delivery:
-                    for rank in self._ranks:
-                        await rank.output.send_waiting()
-                    self._say_bye()
-                    # The driver closes the connection when it has read everything.
-                    await asyncio.wait([self._following])
-            self._delivery = None
-            # Again if time was short.
-            self._say_bye()
-            await asyncio.wait([self._following], timeout=STOPPED_LINES_TIMEOUT())
+            # A run that was stopped has no time for all of them.
+            timeout = STOPPED_LINES_TIMEOUT() if self._is_early else LAST_LINES_TIMEOUT()
+            self._deliver_by = time.monotonic() + timeout
+            await self._deliver(asyncio.gather(*(rank.output.send_waiting() for rank in self._ranks)))
+            for rank in self._ranks:
+                rank.output.finish()
+            self._send(messages.Bye())
+            # The driver closes the connection when it has read everything.
+            await self._deliver(self._following, STOPPED_LINES_TIMEOUT())
 
-    def _say_bye(self) -> None:
-        for rank in self._ranks:
-            rank.output.finish()
-        self._send(messages.Bye())
+    async def _deliver(self, work: asyncio.Future[Any], margin: float = 0.0) -> None:
+        """Waits for a part of the last delivery until its time is over, which a `_stop` meanwhile shortens."""
+        while not work.done() and (left := self._deliver_by + margin - time.monotonic()) > 0:
+            await asyncio.wait([work], timeout=min(left, bounds.DELIVERY_INTERVAL))
 
 
 def run(config: dict[str, Any], runner: asyncio.Runner, ahead: Sequence[Rank] = ()) -> None:

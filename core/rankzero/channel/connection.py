@@ -290,7 +290,7 @@ class Driver:
         raise OSError(", ".join(problems))
 
     async def _connect(self, address: str) -> Connection:
-        """Returns a connection to an address that has proved the secret, and is kept for later"""
+        """Returns a connection to an address that has proved the secret, which `fetch` and `put` use from then on."""
         tls: dict[str, Any] = {"ssl": client_context(), "server_hostname": ""} if self.certificate else {}
         async with asyncio.timeout(CONNECT_TIMEOUT()):
             reader, writer = await asyncio.open_connection(address, self.port, limit=READ_SIZE, **tls)

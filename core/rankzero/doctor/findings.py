@@ -37,7 +37,7 @@ def collect_facts(store_url: str | None, nonce: str) -> list[dict[str, Any]]:
 
     Args:
         store_url: URL of the store's root, for an object store.
-        nonce: Part of the name of the object that the ranks write.
+        nonce: Part of the name of the folder in which each rank writes an object of its own.
     """
     import torch
 
@@ -54,8 +54,10 @@ def collect_facts(store_url: str | None, nonce: str) -> list[dict[str, Any]]:
     }
     rt.barrier()
     facts["together"] = time.time()
-    # One name for all ranks, since the reason of a failure may contain it: equal reasons are one finding.
-    facts["store"] = _use_store(context.storage_path, store_url and f"{store_url}/.doctor-{nonce}")
+    # Stores refuse simultaneous writes of one object. Without its name equal reasons are one finding.
+    folder, own = f".doctor-{nonce}", f".doctor-{nonce}/{context.rank}"
+    level, why = _use_store(context.storage_path, store_url and f"{store_url}/{own}")
+    facts["store"] = level, why.replace(own, folder)
     return rt.all_gather_object(facts)
 
 

@@ -181,6 +181,9 @@ class Attempt:
             # `begin` tries again for half as long, if the store replies.
             async with asyncio.timeout(2 * STORE_OUTAGE()):
                 resume, token = await watch.reply_of(self._storage.submit(self._storage.begin), watch.check)
+        except RankZeroError:
+            # RunTimeoutError is a TimeoutError, too.
+            raise
         except TimeoutError as error:
             raise ResultError(f"the store of {self._places.own.run.directory} does not answer") from error
         # An outage of the store takes no time from the ranks' start.

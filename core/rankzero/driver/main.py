@@ -9,6 +9,8 @@ start a driver within the stage of the run instead.
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import functools
 import json
 import logging
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STAGE_END_TIMEOUT = bounds.scaled(5.0)  # For a stage to end after its driver; then it is cancelled
+STATUS_TIMEOUT = bounds.scaled(5.0)  # For a status that tells followers which process drives the run
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"  # Format of the lines in a driver's own log
 
 
@@ -191,9 +194,16 @@ class Delegation:
     async def _start(self, deadline: float) -> None:
         """Starts the stage, and returns when its driver has claimed the submission or the stage has ended."""
         own, job, places, recorder = self._own, self._own.job, self._driver.places, self._driver.recorder
-        # Before there is another driver, so that followers notice the death of this process.
         waiting = replace(recorder.status, heartbeat=time.time(), queue_time=job.queue_time)
-        await reply_of(in_thread(functools.partial(own.write_status, waiting)), STORE_OUTAGE())
+
+        def tell() -> None:
+            # Before there is another driver, so that followers notice the death of this process. It only informs them.
+            with contextlib.suppress(Exception):
+                store.patiently(lambda: own.write_status(waiting), STATUS_TIMEOUT(), STORE_RETRY_INTERVAL())
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(2 * STATUS_TIMEOUT()):
+                await self._watch.reply_of(in_thread(tell), self._watch.check)
         session, began = cast("ConnectSession", await places.open(deadline)), time.monotonic()
         num_tasks = await places.reserve(session, deadline)
         stage = {
@@ -237,25 +247,33 @@ class Delegation:
             return
         logger.info("the run is driven in its stage; this process keeps the connection to %s", self._own.job.engine)
 
-        own, session = self._own, self._driver.places.session
+        own, session, is_named = self._own, self._driver.places.session, threading.Event()
         reader = RunHandle[Any](own.run.directory, job=own.job, follows=False)
 
-        def is_over() -> bool:
-            if store.exists(store.join(own.path("stage"), OVER)) or not own.has_driver():
-                # Its driver has exited, or the run was removed meanwhile.
-                return True
-            # Its driver may have died with the server, for which pyspark would wait.
-            return reader.status().final and not (session and session.is_usable())
+        def await_end() -> None:
+            # Until its driver has exited, or the run was removed.
+            while not self._ended and not store.exists(store.join(own.path("stage"), OVER)) and own.has_driver():
+                if (status := reader.status()).state != "pending":
+                    is_named.set()
+                if status.final and not (session and session.is_usable()):
+                    # Its driver may have died with the server, for which pyspark would wait.
+                    break
+                time.sleep(CHECK_INTERVAL)
+            time.sleep(STAGE_END_TIMEOUT())
 
-        reply, over_at = in_thread(is_over), math.inf
-        while not (self._ended or self._watch.interrupted):
-            # The store may hang, while the stage continues.
-            if over_at == math.inf and reply.done():
-                over_at, reply = time.monotonic() if reply.result() else math.inf, in_thread(is_over)
-            if time.monotonic() - over_at > STAGE_END_TIMEOUT():
-                await done_within(bounds.STOP_MARGIN(), self._group.cancel)
-                return
+        # In a thread: the store may hang, while the stage continues.
+        over, exit_by = in_thread(await_end), math.inf
+        while not (self._ended or over.done()):
+            if self._watch.interrupted:
+                # Until the first status of its driver, followers take this process for it.
+                exit_by = min(exit_by, time.monotonic() + STATUS_TIMEOUT())
+                if is_named.is_set() or time.monotonic() >= exit_by:
+                    break
             await self._watch.wait(CHECK_INTERVAL)
+        if over.done() and not self._ended:
+            over.result()
+            await done_within(bounds.STOP_MARGIN(), self._group.cancel)
+            return
         logger.info("the stage %s", self._explained() if self._ended else f"continues: {self._watch.interrupted}")
 
     def _on_end(self, error: BaseException | None) -> None:

@@ -319,15 +319,14 @@ class _Printer(logging.Handler):
 _printer = _Printer()
 
 
+@functools.cache
 def _print_ranks() -> None:
-    _ranks.addHandler(_printer)
-    _ranks.propagate = False
+    """Prints the lines of ranks unless there is a handler by now. Who removes all handlers later gets no output."""
+    if not _ranks.handlers:
+        _ranks.addHandler(_printer)
+        _ranks.propagate = False
     if not _ranks.level:
         _ranks.setLevel(logging.INFO)
-
-
-if not _ranks.handlers:
-    _print_ranks()
 
 
 def print_line(line: str, run_id: str = "") -> None:
@@ -340,9 +339,10 @@ def print_line(line: str, run_id: str = "") -> None:
         line: The line, with its ``[rank]`` prefix; its level is INFO.
         run_id: Name of the run; the log record has it as its attribute ``run_id``.
     """
-    if not (_ranks.level or _ranks.handlers):
+    if not _ranks.level:
         # `logging.config` resets the loggers below each one that it names.
-        _print_ranks()
+        _print_ranks.cache_clear()
+    _print_ranks()
     is_changed = _ranks.propagate or _ranks.filters or _printer.filters or _printer.level or _printer.formatter
     if _ranks.handlers == [_printer] and _ranks.level == logging.INFO and not is_changed:
         # A record costs more than the line.

@@ -107,8 +107,9 @@ class Zygote:
     def _run_agent(self, zygote: socket.socket) -> None:
         _outlive_signals()
         processes.allow_open_files()
-        ranks, runner = [Rank(local_rank) for local_rank in range(self._ahead)], asyncio.Runner()
-        # Makes the loop.
+        ranks = [Rank(local_rank) for local_rank in range(self._ahead)]
+        # Makes the loop; by a factory, since `asyncio.get_event_loop` in the ranks would return it otherwise.
+        runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)
         runner.run(asyncio.sleep(0))
         with zygote.makefile("rb") as lines:
             if not (line := lines.readline()):

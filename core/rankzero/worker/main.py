@@ -95,6 +95,8 @@ def _work(
     phases["imported"] = time.time()
     control.send(messages.Reached("ready"))
     start = control.expect(messages.Start)
+    # First: the devices that torch sees when it is asked for them are this process's from then on.
+    adopt(start.env)
     control.exit_timeout = start.exit_timeout
     # A rank that was forked ahead has waited for its agent.
     phases = {name: max(when, start.began) for name, when in phases.items()}
@@ -110,7 +112,6 @@ def _work(
     session = context.install(world, control.report, writer, files, start.datasets, start.scratch)
     if start.checkpoint:
         writer.committed(start.checkpoint)
-    adopt(start.env)
     if start.context["rank"] == 0:
         control.send(messages.Reached("bound", {"port": rendezvous.bind(start)}))
     has_made_group = rendezvous.guard_groups()

@@ -22,15 +22,12 @@ def test_trackers_load_their_libraries_when_they_are_used() -> None:
     assert loaded.isdisjoint({*HEAVY, "mlflow", "tensorboard"})
 
 
-def test_every_public_name_is_there() -> None:
-    import rankzero
-
-    assert all(getattr(rankzero, name) is not None for name in rankzero.__all__)
-    assert set(rankzero.__all__) <= set(dir(rankzero))
-
-
-def test_core_never_imports_an_orchestrator() -> None:
-    loaded = loaded_after("import rankzero\nfor name in rankzero.__all__: getattr(rankzero, name)")
+def test_every_public_name_is_there_and_imports_no_orchestrator_nor_changes_the_logger_of_ranks() -> None:
+    loaded = loaded_after(
+        "import logging, rankzero\nfor name in rankzero.__all__: getattr(rankzero, name)\n"
+        "assert set(rankzero.__all__) <= set(dir(rankzero))\nranks = logging.getLogger('rankzero.ranks')\n"
+        "assert not (ranks.level or ranks.handlers) and ranks.propagate"
+    )
     assert loaded.isdisjoint({"airflow", "dagster", "torch", "pyspark", "numpy"})
 
 

@@ -20,6 +20,7 @@ from rankzero import Launcher, ResultError, WorkerFailedError, bounds
 from rankzero.channel import messages
 from rankzero.channel.messages import Decoder, encode
 from rankzero.driver.recorder import Recorder
+from rankzero.engines.local import LocalSession
 from rankzero.train.context import await_checkpoint
 from rankzero.worker.control import Control
 
@@ -65,7 +66,7 @@ def test_a_cancel_behind_a_success_ends_the_delivery_of_its_lines(
     monkeypatch.setattr(Recorder, "log", lambda *given: (time.sleep(PAUSE * 20), log(*given))[1])
 
     def train(note: str) -> None:
-        Path(note).write_text(str(os.getpid()))
+        Path(note).write_text(f"{os.getppid()} {os.getpid()}")
         for _ in range(400):
             os.write(1, (b"x" * 1023 + b"\n") * 256)
 
@@ -73,23 +74,22 @@ def test_a_cancel_behind_a_success_ends_the_delivery_of_its_lines(
     with ThreadPoolExecutor(1) as executor:
         running = executor.submit(launcher.run, train, str(rank))
         handle = until(lambda: find(launcher), WAIT, "the run")
-        until(lambda: handle.status().result and not is_alive(int(rank.read_text())), WAIT, "the rank's end")
+        agent, pid = until(lambda: handle.status().result and map(int, rank.read_text().split()), WAIT, "the value")
+        until(lambda: not is_alive(pid), WAIT, "the rank's end")
         handle.cancel()
+        # Each signal is a request to stop, too, and gives no more time.
+        until(lambda: (is_alive(agent) and os.kill(agent, signal.SIGTERM)) or running.done(), WAIT, "the end")
         assert running.result(WAIT) is None
     assert len(list(handle.logs())) < 400 * 256
 
 
-def test_a_checkpoint_overtakes_no_report(launcher: Launcher) -> None:
-    def train() -> None:
-        rt.report({"step": 1}, checkpoint={"step": 1})
-        await_checkpoint()
-
-    launcher = launcher.options(num_processes=1, run_id="ordered")
-    launcher.run(train)
-    handle = find(launcher)
-    assert handle
-    kinds = [event["type"] for event in handle.events()]
-    assert kinds.index("metric") < kinds.index("checkpoint")
+def test_a_file_that_the_driver_cannot_read_either_is_fetched_once(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, payloads = LocalSession.launch, Path(str(launcher.store)).rglob("payload.pkl")
+    monkeypatch.setattr(LocalSession, "launch", lambda *given: (next(payloads).unlink(), launch(*given))[1])
+    with pytest.raises(ResultError, match="^payload.pkl cannot be had from the driver: .*FileNotFoundError"):
+        launcher.options(max_restarts=1).run(os.getpid)
 
 
 def test_reports_of_threads_and_of_signal_handlers_all_arrive_and_leave_no_memory(launcher: Launcher) -> None:
@@ -136,9 +136,11 @@ def test_reports_of_threads_and_of_signal_handlers_all_arrive_and_leave_no_memor
     assert max(left) <= PAGE
 
 
-def test_the_last_reports_before_a_kill_arrive(launcher: Launcher) -> None:
+def test_a_checkpoint_overtakes_no_report_and_the_last_ones_before_a_kill_arrive(launcher: Launcher) -> None:
     def train() -> None:
-        for number in range(LINES):
+        rt.report({"number": 0}, checkpoint={})
+        await_checkpoint()
+        for number in range(1, LINES):
             rt.report({"number": number})
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -147,6 +149,8 @@ def test_the_last_reports_before_a_kill_arrive(launcher: Launcher) -> None:
         launcher.run(train)
     handle = find(launcher)
     assert handle
+    kinds = [event["type"] for event in handle.events()]
+    assert kinds.index("metric") < kinds.index("checkpoint")
     assert [row["number"] for row in handle.metrics()] == list(range(LINES))
 
 

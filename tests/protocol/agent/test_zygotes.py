@@ -1,5 +1,6 @@
 """Zygotes: one import of torch for many launches, and nothing that one run leaves for the next."""
 
+import asyncio
 import contextlib
 import importlib.util
 import os
@@ -9,11 +10,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -68,6 +69,7 @@ def look_around() -> dict[str, Any]:
         "dtype": str(torch.get_default_dtype()),
         "precision": decimal.getcontext().prec,
         "umask": os.umask(0o022),
+        "loop": sys.version_info < (3, 14) and asyncio.get_event_loop().run_until_complete(asyncio.sleep(0, "waited")),
         "cuda": torch.cuda.is_initialized(),
         "locale": locale.setlocale(locale.LC_ALL),
         "seeds": [torch.initial_seed(), random.random(), float(numpy.random.rand())],
@@ -134,30 +136,23 @@ def test_directories_that_come_onto_the_search_path_between_two_runs_are_found(
 
 @pytest.mark.usefixtures("own_zygotes")
 def test_a_rank_that_is_killed_before_its_launch_is_replaced_and_any_number_starts(launcher: Launcher) -> None:
-    def world() -> str:
-        return os.environ["WORLD_SIZE"]
-
     def ahead() -> list[psutil.Process]:
         return [rank for zygote in zygotes_of() for rank in psutil.Process(zygote).children(recursive=True)[1:]]
 
-    launcher.run(world)
+    launcher.run(int)
     for size in (2, 3, 1):
-        until(lambda: len(ahead()) > 0, WAIT, "ranks that were forked ahead")
-        ahead()[0].kill()
-        assert launcher.options(num_processes=size).run(world) == str(size)
+        killed, *_ = until(ahead, WAIT, "ranks that were forked ahead")
+        killed.kill()
+        until(lambda pid=killed.pid: not is_alive(pid), WAIT, "the end of one")
+        assert launcher.options(num_processes=size).run(os.getenv, "WORLD_SIZE") == str(size)
 
 
-def test_an_agent_that_comes_after_the_cancel_is_ended(tmp_path: Path) -> None:
-    killed = threading.Event()
-
-    class Agent:
-        kill = staticmethod(killed.set)
-
+def test_an_agent_that_comes_after_the_cancel_is_ended() -> None:
     group = LocalGroup.__new__(LocalGroup)
     group._agent, group._cancelled = None, False
     group.cancel()
-    group._on_start(Agent())  # type: ignore[arg-type]
-    assert killed.is_set()
+    group._on_start(agent := Mock())
+    agent.kill.assert_called_once()
 
 
 @pytest.mark.usefixtures("own_zygotes")
@@ -292,6 +287,26 @@ def module_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def is_fork() -> bool:
     return "rankzero.task.zygote" in Path("/proc/self/cmdline").read_text()
+
+
+NOTES_WHAT_IT_IS_ASKED_WITH = """
+import os, torch
+torch.accelerator.is_available = lambda: seen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+torch.cuda.is_available, seen = lambda: True, []
+"""
+
+
+@pytest.mark.usefixtures("own_zygotes")
+def test_torch_is_asked_for_devices_once_a_rank_sees_only_its_own(
+    launcher: Launcher, module_ahead: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank of the second launch was forked ahead."""
+    own = f"{os.getpid()}9"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{own},{own}9")
+    module_ahead.write_text(NOTES_WHAT_IT_IS_ASKED_WITH)
+    launcher = launcher.options(num_processes=1, use_gpu=True)
+    for _ in range(2):
+        assert launcher.run(lambda: importlib.import_module("module_loaded_ahead").seen) == [own]
 
 
 OPENS_A_GPU = """
