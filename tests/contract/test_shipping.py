@@ -45,8 +45,6 @@ def write(path: Path, text: str = "") -> Path:
     "statement",
     [
         "import zoo.small",
-        "from zoo . small import SIZE",
-        "try: import zoo.small\nexcept ImportError: pass",
         "def count():\n\tif True:\n\t\tfrom zoo.small import (\n\t\t\tSIZE, # a comment\n)",
         "class Shop:\r\n  import zoo.small as size # of the shop",
     ],

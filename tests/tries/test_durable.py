@@ -237,9 +237,7 @@ def test_the_identity_is_that_of_the_code_that_is_sent(
     assert identity_by(launcher, script, (str(go),), {}) != sent
 
 
-def test_a_file_that_did_not_travel_counts_for_a_user_once_a_rank_has_loaded_it(
-    launcher: Launcher, tmp_path: Path
-) -> None:
+def test_a_file_that_did_not_travel_counts_once_a_rank_has_loaded_it(launcher: Launcher, tmp_path: Path) -> None:
     def train(folder: str, name: str) -> None:
         import importlib
 
@@ -257,5 +255,4 @@ def test_a_file_that_did_not_travel_counts_for_a_user_once_a_rank_has_loaded_it(
         plugin.write_text(text)
         with pytest.raises(WorkerFailedError, match="late"):
             one.run(train, str(tmp_path), plugin.stem)
-        assert (found := find(one))
-        assert beginning in found.job.beginning
+        assert beginning in RunHandle.attach(tmp_path / "store" / "one").job.beginning

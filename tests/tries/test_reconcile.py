@@ -18,7 +18,6 @@ FACTS |= {name: name for name in ("acknowledged", "automatic")}
     [
         pytest.param("pending", "same", ATTACH, id="submitted, its driver not there yet"),
         pytest.param("running", "same", ATTACH, id="it lives"),
-        pytest.param("running", "same repeated", ATTACH, id="it lives, and its try was killed"),
         pytest.param("failed", "same", RESUME, id="it failed, or its driver died"),
         pytest.param("cancelled", "same", RESUME, id="it was ended"),
         pytest.param("failed", "same acknowledged", FRESH, id="a submission after a delivery died half-way"),

@@ -76,7 +76,6 @@ def test_new_code_that_no_statement_imports_counts_and_travels(package: Path, ho
     imports = f"import importlib\nimport {package.name}\n"
     train = defined(f"{imports}def train(target):\n    return ({text}).VERSION\n".replace("PACKAGE", package.name))
     given = target(package.name)
-    # For type checkers, perhaps.
     write(package / "models.py", f"{ORCHESTRATED}VERSION = 1\n")
     before = identity_of(train, (given,), {}, 1)
     write(package / "models.py", f"{ORCHESTRATED}VERSION = 2\n")

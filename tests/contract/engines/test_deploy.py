@@ -60,7 +60,6 @@ def test_more_than_a_variable_holds_is_refused() -> None:
     ("options", "words"),
     [
         ({"master": None}, "is no cluster"),
-        ({"master": "local[2]"}, "is no cluster"),
         ({"master": "local-cluster[1,1,1024]"}, "is no cluster"),
         ({"master": "yarn", "session": object()}, "a session"),
         ({"master": "mesos://x"}, "master is 'mesos://x'"),
@@ -126,9 +125,7 @@ def test_a_submission_that_fails_is_recorded_with_its_cause(
     assert Submission(found.own.run, found.job).is_lost()
 
 
-def test_a_driver_that_has_begun_is_asked_to_stop_at_an_interrupt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_that_has_begun_is_asked_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def begin(engine: SparkSubmitEngine, own: Submission, private: Mapping[str, Any]) -> None:
         own.write_status(replace(own.status(), driver_pid=1))
         raise KeyboardInterrupt
