@@ -46,7 +46,7 @@ def test_module_references_are_resolved_and_checked() -> None:
 
 def test_an_argument_and_a_closure_that_cannot_be_pickled_are_refused() -> None:
     lock = threading.Lock()
-    assert "cannot be pickled: cannot pickle '_thread.lock' object" in refused(train, lock)
+    assert "argument 'lr' (a lock) cannot be pickled: cannot pickle '_thread.lock' object" in refused(train, lock)
     assert "cannot be pickled: cannot pickle '_thread.lock' object" in refused(lambda: lock)
 
 

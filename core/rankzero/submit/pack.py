@@ -130,8 +130,13 @@ def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_
         restart = {"restart_on": other.dumps(restart_on)} if restart_on else {}
         pickled = pickler.dumps(restart | parts)
     except Exception as error:
-        what = f"{name}, an argument, or something that these refer to, cannot be pickled: {error}"
-        raise InvalidJobError(what, code="RZ-1004") from error
+        culprit = f"train={name}, or something it refers to,"
+        for argument, value in arguments.items():
+            try:
+                TrainingPickler().dumps(value)
+            except Exception:
+                culprit = f"argument {argument!r} (a {type(value).__name__})"
+        raise InvalidJobError(f"{culprit} cannot be pickled: {error}", code="RZ-1004") from error
     found = [text for length, text, mark in _NAME.findall(pickled) if mark or length[0] == len(text)]
     texts = pickler.texts.union(text.decode().replace(":", ".") for text in found) - pickler.by_value
     if needs.computes or pickler.computes:
