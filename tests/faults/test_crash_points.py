@@ -6,7 +6,7 @@ The next call does what docs/tries.md says. The points are a sample of those tha
 from collections.abc import Iterator
 
 import pytest
-from tests.faults.crash.bench import SCENARIOS, Bench, answers_of, points_of, spread
+from tests.faults.crash.bench import SCENARIOS, Bench, Point, answers_of, points_of, spread
 from tests.s3 import S3Server
 
 POINTS = {"run": 2, "detached restart": 1, "resubmit": 1}
@@ -14,6 +14,9 @@ POINTS = {"run": 2, "detached restart": 1, "resubmit": 1}
 
 ANSWERS = {"run": 2}
 """The same, of the wrong answers of an object store."""
+
+SOAK = [pytest.mark.soak, pytest.mark.timeout(3600)]
+"""A driver that is killed before its first status counts as dead after 60 s, for each action that waits for its end."""
 
 
 @pytest.fixture(scope="module")
@@ -30,33 +33,31 @@ def bench(tmp_path_factory: pytest.TempPathFactory, s3_server: S3Server) -> Iter
     made.close()
 
 
+def hurt(bench: Bench, scenario: str, points: list[Point], count: int) -> None:
+    """Tries so many points, and five others if none comes again: a slow run has heartbeats and polls that are its own."""
+    for number in (count, 5):
+        if sum(bench.hurt(SCENARIOS[scenario], *point) for point in spread(points, number)):
+            return
+    pytest.fail("no process came to any of the points")
+
+
 @pytest.mark.parametrize(
     ("scenario", "count"),
-    [*POINTS.items(), *(pytest.param(name, 20, marks=pytest.mark.soak) for name in SCENARIOS)],
+    [*POINTS.items(), *(pytest.param(name, 20, marks=SOAK) for name in SCENARIOS)],
 )
 def test_a_kill_at_any_operation_loses_nothing_and_leaves_nothing(bench: Bench, scenario: str, count: int) -> None:
-    points = points_of(bench.record(SCENARIOS[scenario]))
-    reached = sum(bench.hurt(SCENARIOS[scenario], *point) for point in spread(points, count))
-    if not reached:
-        # A write that was due because the recorded run was slow, such as a heartbeat, need not come again.
-        reached = any(bench.hurt(SCENARIOS[scenario], *point) for point in spread(points, 5))
-    assert reached, "no process came to any of the points"
+    hurt(bench, scenario, points_of(bench.record(SCENARIOS[scenario])), count)
 
 
 @pytest.mark.parametrize(
     ("scenario", "count"),
     [
         *ANSWERS.items(),
-        *(pytest.param(name, 20, marks=pytest.mark.soak) for name in ("run", "restart", "cancel", "resubmit")),
+        *(pytest.param(name, 20, marks=SOAK) for name in ("run", "restart", "cancel", "resubmit")),
     ],
 )
 def test_a_wrong_answer_of_a_store_loses_nothing(
     bench: Bench, bucket: str, monkeypatch: pytest.MonkeyPatch, scenario: str, count: int
 ) -> None:
     monkeypatch.setattr(bench, "root", bucket)
-    points = answers_of(bench.record(SCENARIOS[scenario]))
-    reached = sum(bench.hurt(SCENARIOS[scenario], *point) for point in spread(points, count))
-    if not reached:
-        # The same for polls, and for requests that were repeated.
-        reached = any(bench.hurt(SCENARIOS[scenario], *point) for point in spread(points, 5))
-    assert reached, "no process came to any of the points"
+    hurt(bench, scenario, answers_of(bench.record(SCENARIOS[scenario])), count)

@@ -130,7 +130,9 @@ class Attempt:
             logger.info("the connections of attempt %s are encrypted", self._number)
         directory = places.own.path("result")
         if places.own.is_remote:
-            directory = self._files.enter_context(contextlib.closing(Directory("driver"))).path
+            own = self._files.enter_context(contextlib.closing(Directory("driver")))
+            own.sweep()
+            directory = own.path
         self._facts, kept = Facts(job.num_processes, places.own.run.directory), CheckpointConfig(**job.checkpoints)
         self._storage = Storage(places.own, self._number, kept, self._facts, directory, places.watch.wake)
         tls = self._identity[1] if self._identity else None

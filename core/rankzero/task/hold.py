@@ -48,7 +48,7 @@ BOOTSTRAP = (
 Process = subprocess.Popen[bytes]
 
 
-def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) -> None:
+def hold(config: dict[str, Any], on_start: Callable[[Any], None]) -> None:
     """Runs one agent to its end; ``on_start`` receives it, and its ``kill`` ends it from any thread.
 
     The agent and its zygote watch this process; when it dies in any way, the agent ends its workers.
@@ -56,12 +56,12 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
     Raises:
         RuntimeError: the agent crashed; the message has the end of its output.
     """
-    # A new zygote sweeps.
-    with contextlib.closing(Directory("agent", sweeps=False)) as scratch:
+    with contextlib.closing(Directory("agent")) as scratch:
         zygote = _start({**config, "env": _with_defaults(config), "scratch": scratch.path}, scratch.log)
         try:
-            if on_start:
-                on_start(zygote.agent)
+            on_start(zygote.agent)
+            # While the agent begins: a large folder would delay it.
+            scratch.sweep()
             code = zygote.wait()
         finally:
             # Reached early when this process is interrupted.
@@ -90,26 +90,27 @@ class Directory:
     It is in ``TMPDIR``, else in Spark's local directory with most free space, else in ``/tmp``.
     """
 
-    def __init__(self, kind: str, *, sweeps: bool = True) -> None:
-        """Creates it; if it ``sweeps``, it removes those of this kind that killed processes of this host have left."""
+    def __init__(self, kind: str) -> None:
         places = [] if os.environ.get("TMPDIR") else os.environ.get("SPARK_LOCAL_DIRS", "").split(",")
         places = [place for place in places if os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)]
         root = max(places, key=lambda place: shutil.disk_usage(place).free) if places else tempfile.gettempdir()
         # On some file servers a lock holds only on its own host, and containers that share a place see no processes.
         name = f"rankzero-{kind}-{hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]}-"
-        for left in glob.glob(f"{glob.escape(os.path.join(root, name))}*") if sweeps else ():
-            # It may be in use, or another user's.
-            with contextlib.suppress(OSError):
-                if time.time() - os.stat(left).st_mtime > ABANDONED_AFTER:
-                    with open(os.path.join(left, "log"), "ab") as log:
-                        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        shutil.rmtree(left, ignore_errors=True)
         self.path = tempfile.mkdtemp(prefix=name, dir=root)
         # Kept open: an agent removes its directory when it ends, and the log is read after that.
         self.log = open(os.path.join(self.path, "log"), "w+b")
         # Where a file system has no locks, directories that are left stay.
         with contextlib.suppress(OSError):
             fcntl.flock(self.log, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def sweep(self) -> None:
+        """Removes those of this kind that killed processes of this host have left, none in use or another user's."""
+        for left in glob.glob(glob.escape(self.path.rpartition("-")[0]) + "-*"):
+            with contextlib.suppress(OSError):
+                if time.time() - os.stat(left).st_mtime > ABANDONED_AFTER:
+                    with open(os.path.join(left, "log"), "ab") as log:
+                        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(left, ignore_errors=True)
 
     def put(self, name: str, data: bytes) -> str:
         """Writes a file; returns its path."""
@@ -155,8 +156,7 @@ class Zygote:
         """Takes the socket to a process whose agents import rankzero from the path ``code``."""
         self._channel, self._replies, self._code = channel, channel.makefile("rb", 0), code
         self._process, self._directory = process, directory
-        self.agent: Agent | None = None
-        """The agent, until it has ended."""
+        self.agent: Agent | None = None  # Until it has ended
         self.key, self.most = "", 0
 
     def launch(self, settings: dict[str, Any], timeout: float) -> bool:

@@ -33,13 +33,11 @@ ACTION_TIMEOUT = 180.0
 READ_TIMEOUT = 2.0
 """Seconds for which a client waits for an answer of the store, by default 15. A late answer comes after 7 s."""
 
-
 Point = tuple[str, str]
 """The name of an operation, and ``"before"`` or ``"after"``; or that of a request, and one of `ANSWERS`."""
 
 ANSWERS = ("late", "403", "503", "500", "never")
 """Wrong answers of a store: later than its client waits, refused, busy, an error although it was done, or none."""
-
 
 _READS = re.compile(r" send (GET|HEAD) ")
 
@@ -68,12 +66,7 @@ _VALUE = {"value": STEPS}
 SCENARIOS = {
     "run": Scenario("submitter plain-run", {"submitter plain-run": _VALUE}),
     "submit": Scenario("submitter plain-deliver", {"submitter plain-deliver": _VALUE}),
-    "attach": Scenario(
-        "reader long-attach",
-        {"submitter long-deliver": _VALUE},
-        before=("submitter long-submit",),
-        go=True,
-    ),
+    "attach": Scenario("reader long-attach", {"submitter long-deliver": _VALUE}, ("submitter long-submit",), go=True),
     "failure": Scenario("submitter fails-run", {"submitter fails-run": _VALUE}, go=True),
     "restart": Scenario("submitter dies-run", {"submitter dies-run": _VALUE}),
     "detached restart": Scenario("submitter dies-deliver", {"submitter dies-deliver": _VALUE}),
@@ -84,10 +77,7 @@ SCENARIOS = {
         go=True,
     ),
     "resubmit": Scenario(
-        "submitter plain-deliver",
-        {"submitter plain-deliver": _VALUE},
-        before=("submitter plain-deliver",),
-        from_scratch=True,
+        "submitter plain-deliver", {"submitter plain-deliver": _VALUE}, ("submitter plain-deliver",), from_scratch=True
     ),
     "gc": Scenario(
         "collector plain-gc",
@@ -169,6 +159,9 @@ class Bench:
         try:
             return self._run(scenario, {"point": point, "what": what})
         finally:
+            for pid in self._running():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             for path in self._temporary():
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -211,9 +204,8 @@ class Bench:
             self._do("submitter plain-run", f"{root}-next", notes)
             store.remove(f"{root}-next")
         self._check_left(root)
-        if "point" in plan:
-            store.remove(root)
-            shutil.rmtree(notes)
+        store.remove(root)
+        shutil.rmtree(notes)
         return reached.exists()
 
     def _write_plan(self, plan: dict[str, str]) -> None:
@@ -231,10 +223,14 @@ class Bench:
         pid = int(stdout.readline())
         if releases:
             (notes / "go").touch()
-        in_time = select.select([stdout], [], [], ACTION_TIMEOUT)[0]
-        if not in_time:
-            os.kill(pid, signal.SIGKILL)
-        stdout.readline()
+        in_time: list[Any] = []
+        try:
+            in_time = select.select([stdout], [], [], ACTION_TIMEOUT)[0]
+        finally:
+            # Also if the test is over its time: the next one must not read the end of this action as its own.
+            if not in_time:
+                os.kill(pid, signal.SIGKILL)
+            stdout.readline()
         if not in_time:
             raise Violation(f"{action} takes longer than {ACTION_TIMEOUT:g} s")
         return json.loads(value.read_text()) if value.exists() else None
@@ -294,9 +290,7 @@ class Bench:
 
     def _is_left(self, root: str) -> bool:
         """Returns True if files under temporary names are there when the scenario's processes have ended."""
-        deadline = time.monotonic() + ORPHAN_TIMEOUT
-        while self._running() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until_gone(self.marker)
         return not store.is_url(root) and bool(_unfinished(root))
 
     def _running(self) -> list[int]:

@@ -134,6 +134,17 @@ def test_directories_that_come_onto_the_search_path_between_two_runs_are_found(
     assert later.run(find) == ["relative", "absolute"]
 
 
+def test_a_warm_launch_removes_what_a_killed_process_has_left_and_nothing_in_use(launcher: Launcher) -> None:
+    launcher.run(int)
+    used, left = hold.Directory("agent"), hold.Directory("agent")
+    left.log.close()
+    for directory in (used, left):
+        os.utime(directory.path, (0, 0))
+    launcher.run(int)
+    assert [os.path.exists(directory.path) for directory in (used, left)] == [True, False]
+    used.close()
+
+
 @pytest.mark.usefixtures("own_zygotes")
 def test_a_rank_that_is_killed_before_its_launch_is_replaced_and_any_number_starts(launcher: Launcher) -> None:
     def ahead() -> list[psutil.Process]:
