@@ -34,7 +34,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory, s3_server: S3Server) -> Iter
 
 
 def hurt(bench: Bench, scenario: str, points: list[Point], count: int) -> None:
-    """Tries so many points, and five others if none comes again: a slow run has heartbeats and polls that are its own."""
+    """Tries so many points, and five others if none comes again: a slow run has heartbeats and polls of its own."""
     for number in (count, 5):
         if sum(bench.hurt(SCENARIOS[scenario], *point) for point in spread(points, number)):
             return

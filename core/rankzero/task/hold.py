@@ -48,7 +48,7 @@ BOOTSTRAP = (
 Process = subprocess.Popen[bytes]
 
 
-def hold(config: dict[str, Any], on_start: Callable[[Any], None]) -> None:
+def hold(config: dict[str, Any], on_start: Callable[[Any], None] = lambda agent: None) -> None:
     """Runs one agent to its end; ``on_start`` receives it, and its ``kill`` ends it from any thread.
 
     The agent and its zygote watch this process; when it dies in any way, the agent ends its workers.

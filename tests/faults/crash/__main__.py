@@ -45,8 +45,7 @@ def main() -> None:
         pool = stack.enter_context(ProcessPoolExecutor(asked.jobs, fork, _open, (folder, root)))
         for title, names in zip(asked.scenario, pool.map(_record, asked.scenario), strict=True):
             points = answers_of(names) if asked.answers else points_of(names)
-            if asked.sample and asked.sample < len(points):
-                points = random.Random(asked.seed).sample(points, asked.sample)
+            points = random.Random(asked.seed).sample(points, min(asked.sample or len(points), len(points)))
             wrong = list(filter(None, pool.map(_try, [title] * len(points), points)))
             violations += len(wrong)
             print(f"{title}: {len(points)} points, {len(wrong)} violations", *wrong, sep="\n", flush=True)

@@ -159,7 +159,7 @@ class Bench:
         try:
             return self._run(scenario, {"point": point, "what": what})
         finally:
-            for pid in self._running():
+            for pid in wait_until_gone(self.marker, 0):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             for path in self._temporary():
@@ -293,9 +293,6 @@ class Bench:
         wait_until_gone(self.marker)
         return not store.is_url(root) and bool(_unfinished(root))
 
-    def _running(self) -> list[int]:
-        return wait_until_gone(self.marker, 0)
-
     def _age(self, root: str) -> None:
         """Lets the time pass after which the files of killed processes are removed."""
         then = time.time() - UNFINISHED_AFTER() - 60
@@ -309,7 +306,7 @@ class Bench:
         return [path for path in (self.folder / "tmp").iterdir() if not names.fullmatch(path.name)]
 
     def _left(self, root: str) -> list[str]:
-        found = list(map(describe, self._running()))
+        found = list(map(describe, wait_until_gone(self.marker, 0)))
         found += map(str, self._temporary())
         if not store.is_url(root):
             found += map(str, _unfinished(root))
