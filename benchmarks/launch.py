@@ -165,9 +165,9 @@ def main() -> None:
     if ray_later:
         report.add("Ray Train, later launches", ray_later)
         report.add("Ray Train, first launch, Ray has to start", ray_firsts)
-    report.hold("SparkEngine later / TorchDistributor later", ours / peer, 0.05)
-    report.hold("SparkEngine later / floor (barrier job + fork)", ours / (barriers + fork), 1.4)
-    report.hold("LocalEngine later / floor (fork)", local / fork, 1.4)
+    report.hold("SparkEngine later / TorchDistributor later", ours / peer, 0.03)
+    report.hold("SparkEngine later / floor (barrier job + fork)", ours / (barriers + fork), 1.6)
+    report.hold("LocalEngine later / floor (fork)", local / fork, 1.15)
     report.hold("SparkEngine first / TorchDistributor first", ours_first / peer_first, 0.3)
     report.hold("LocalEngine first / torchrun", local_first / plain, 0.5)
     report.hold("LocalEngine later / torchrun", local / plain, 0.1)
