@@ -1,9 +1,7 @@
 """Ranks read and write an object store themselves, and whoever dies or is away, no half checkpoint counts."""
 
-import functools
 import os
 import signal
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -33,23 +31,16 @@ def through_driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-Without = Callable[..., dict[str, str]]
-
-
-@pytest.fixture(scope="module")
-def without(tmp_path_factory: pytest.TempPathFactory) -> Without:
-    """Makes an environment in which modules cannot be imported; the same one for the same modules."""
-
-    @functools.cache
-    def make(*modules: str) -> dict[str, str]:
-        folder = tmp_path_factory.mktemp("without")
-        for name in modules:
-            (folder / f"{name}.py").write_text(f"raise ModuleNotFoundError({f'No module named {name!r}'!r})\n")
-        # The suite's zygotes have pyarrow loaded, and so would their forks.
-        preloaded = {"RANKZERO_PRELOAD": ""} if "pyarrow" in modules else {}
-        return {"PYTHONPATH": str(folder), **preloaded} if modules else {}
-
-    return make
+@pytest.fixture(scope="module", params=[["fsspec"], pytest.param(["fsspec", "pyarrow"], marks=pytest.mark.soak)])
+def missing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], bool]:
+    """Returns an environment without some modules, and whether ranks in it have a client of the store."""
+    folder = tmp_path_factory.mktemp("without")
+    for name in request.param:
+        (folder / f"{name}.py").write_text(f"raise ModuleNotFoundError({f'No module named {name!r}'!r})\n")
+    if is_direct := "pyarrow" not in request.param:
+        return {"PYTHONPATH": str(folder)}, is_direct
+    # The suite's zygotes have pyarrow loaded, and so would their forks.
+    return {"PYTHONPATH": str(folder), "RANKZERO_PRELOAD": ""}, is_direct
 
 
 def keys(bucket: str) -> list[str]:
@@ -95,20 +86,12 @@ def train(steps: int) -> list[Any]:
     raise RetryableError("again")
 
 
-@pytest.mark.parametrize(
-    ("missing", "is_direct"),
-    [
-        (["fsspec"], True),
-        pytest.param(["pyarrow"], True, marks=pytest.mark.soak),
-        pytest.param(["fsspec", "pyarrow"], False, marks=pytest.mark.soak),
-    ],
-)
 def test_ranks_write_and_read_parts_by_what_they_have(
-    launcher: Launcher, bucket: str, without: Without, through_driver: list[str], missing: list[str], is_direct: bool
+    launcher: Launcher, bucket: str, missing: tuple[dict[str, str], bool], through_driver: list[str]
 ) -> None:
-    env = {**(launcher.env or {}), **without(*missing)}
-    launcher = launcher.options(store=f"{bucket}/runs", run_id="run", max_restarts=1, env=env)
-    assert launcher.run(train, 2) == [1, 1, NUMBERS, 2.0 * NUMBERS]
+    env, is_direct = missing
+    launcher = launcher.options(store=f"{bucket}/runs", run_id="run", env={**(launcher.env or {}), **env})
+    assert launcher.options(max_restarts=1).run(train, 2) == [1, 1, NUMBERS, 2.0 * NUMBERS]
     handle = RunHandle.attach(f"{bucket}/runs/run")
     assert [manifest.index for manifest in handle.checkpoints()] == [0, 1]
     # The value itself is small.
@@ -155,9 +138,8 @@ def test_a_rank_reads_only_its_own_part_in_an_equal_world(
     assert len(parts) == ranks
 
 
-@pytest.mark.parametrize("missing", [[], ["fsspec"], pytest.param(["fsspec", "pyarrow"], marks=pytest.mark.soak)])
 def test_a_reference_to_an_object_store_is_an_argument_whatever_executors_have(
-    launcher: Launcher, bucket: str, without: Without, missing: list[str]
+    launcher: Launcher, bucket: str, missing: tuple[dict[str, str], bool]
 ) -> None:
     import torch
 
@@ -165,7 +147,7 @@ def test_a_reference_to_an_object_store_is_an_argument_whatever_executors_have(
         return weights["w"].tolist()  # type: ignore[no-any-return]
 
     ref = ResultRef.save({"w": torch.arange(3.0)}, f"{bucket}/values")
-    env = {**(launcher.env or {}), **without(*missing)}
+    env = {**(launcher.env or {}), **missing[0]}
     assert launcher.options(env=env).run(use, ref) == [0.0, 1.0, 2.0]
 
 
@@ -186,20 +168,19 @@ def test_a_rank_that_the_store_refuses_sends_its_parts_to_the_driver(
     assert sorted(through_driver) == ["0000-000000-rank-0.torch", "0000-000000-rank-1.torch", "rank-0-value"]
 
 
-@pytest.mark.parametrize("missing", [["fsspec"], pytest.param(["fsspec", "pyarrow"], marks=pytest.mark.soak)])
 def test_rank_0_writes_its_value_to_the_store(
-    launcher: Launcher, bucket: str, without: Without, through_driver: list[str], missing: list[str]
+    launcher: Launcher, bucket: str, missing: tuple[dict[str, str], bool], through_driver: list[str]
 ) -> None:
     def value() -> Any:
         import torch
 
         return {"w": torch.arange(float(NUMBERS))}
 
-    env = {**(launcher.env or {}), **without(*missing)}
-    launcher = launcher.options(store=f"{bucket}/runs", run_id="run", env=env)
+    env, is_direct = missing
+    launcher = launcher.options(store=f"{bucket}/runs", run_id="run", env={**(launcher.env or {}), **env})
     found = launcher.run(value)
     assert found["w"][-1].item() == NUMBERS - 1
-    assert through_driver == (["rank-0-value"] if len(missing) > 1 else [])
+    assert through_driver == ([] if is_direct else ["rank-0-value"])
     assert [key.rsplit("/", 1)[-1] for key in keys(bucket) if "/result/" in key] == ["value-0.torch"]
 
 

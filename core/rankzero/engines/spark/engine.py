@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_APP_ID, _WITHOUT_MASTER = "spark.app.id", "spark-application-"  # The ID's prefix if no master has given one
+
 
 @dataclass(frozen=True)
 class SparkEngine(Engine):
@@ -227,11 +229,12 @@ class SparkEngineSession(EngineSession):
             raise
 
     def _require_running(self) -> None:
-        if self._context._jsc is not None and not self._known.is_stopped():
+        is_running = self._context._jsc is not None and not self._known.is_stopped()
+        # Spark gives up after a minute, makes a context with an ID of its own, and stops it a moment later.
+        if is_running and not (self._owned and str(self._known.setting(_APP_ID)).startswith(_WITHOUT_MASTER)):
             return
         if not self._owned:
             raise EngineError("the SparkContext of this session was stopped: pass a session that is running")
-        # Spark gives up after a minute, and stops the context that it has just made.
         what = f"no Spark master answers at {self._master!r}, or it refused the application"
         raise EngineError(f"{what}: start it, or correct the host and port", code="RZ-2001")
 
