@@ -68,11 +68,12 @@ def main(control_fd: int, reports_fd: int, agent_pid: int, adopt: Adopt = os.env
     except BaseException as error:
         if not control.is_own:
             _leave_fork(error)
+        # Before the driver knows, and stops this rank: the next attempt needs the checkpoints that were reported. The
+        # agent limits this by its grace.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         outcome = failures.describe(error)
     control.finish(outcome)
     if isinstance(outcome, messages.Failed):
-        # The next attempt needs the checkpoints that were reported; the agent limits this by its grace.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with contextlib.suppress(BaseException):
             ending.close()
     control.flush()

@@ -168,7 +168,9 @@ def test_a_launch_removes_what_killed_processes_have_left_and_nothing_that_is_in
     wait_until((tmp_path / "asked").exists, BOUND, "SIGTERM")
     for path in (left.path, used):
         os.utime(path, (0, 0))
-    hold.Directory("agent").close()
+    own = hold.Directory("agent")
+    own.sweep()
+    own.close()
     assert [os.path.exists(path) for path in (left.path, young.path, used)] == [False, True, True]
     (tmp_path / "go").touch()
     wait_until(lambda: not os.path.exists(used), BOUND, "the end of the agent")
