@@ -12,7 +12,6 @@ copy of a checkpoint under another name, belongs to the user: it is neither read
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import math
@@ -27,6 +26,7 @@ from rankzero import store
 from rankzero.job import CheckpointConfig
 from rankzero.run.directory import TABLES
 from rankzero.store import location
+from rankzero.values.formats import digest_of_file
 
 logger = logging.getLogger(__name__)
 
@@ -217,12 +217,12 @@ def loaded_sources() -> dict[str, str]:
         if isinstance(file, str) and file not in _loaded and name.partition(".")[0] not in location.BESIDE:
             is_own = file.endswith(".py") and location.is_user_file(file)
             is_sent = is_own and os.path.realpath(file).startswith(scratch)
-            _loaded[file] = digest_of_source(file) if is_own and not is_sent else ""
+            _loaded[file] = digest_of_loaded(file) if is_own and not is_sent else ""
     return {path: digest for path, digest in _loaded.items() if digest}
 
 
-def digest_of_source(path: str) -> str:
+def digest_of_loaded(path: str) -> str:
     """Returns the checksum of a source as ranks report it; empty if it cannot be read."""
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with contextlib.suppress(OSError):
+        return digest_of_file(path)
     return ""

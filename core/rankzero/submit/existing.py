@@ -15,7 +15,7 @@ from rankzero.bounds import CANCEL_TIMEOUT
 from rankzero.errors import EngineError, InvalidJobError, RunNotFoundError
 from rankzero.host.processes import is_gone
 from rankzero.job import Job
-from rankzero.run.checkpoints import digest_of_source, list_committed, list_folders
+from rankzero.run.checkpoints import digest_of_loaded, list_committed, list_folders
 from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.handle import RunHandle
 from rankzero.run.identity import CODE_VERSION, MODULE, Comparison, Decision, compare, decide, describe
@@ -90,7 +90,7 @@ def assess(own: Submission, asked: Mapping[str, str], caller: PipelineTry | None
         committed = list_committed([*own.earlier(), own.directory])
         loaded = committed[-1].loaded if committed else {}
         # A file that is not on this host counts as equal.
-        edited = [path for path, digest in loaded.items() if digest_of_source(path) not in ("", digest)]
+        edited = [path for path, digest in loaded.items() if digest_of_loaded(path) not in ("", digest)]
         comparison = Comparison(tuple(f"{MODULE}{path}" for path in sorted(edited)))
     decision = decide(
         status.state,
