@@ -32,9 +32,9 @@ SIZES = [int(size) for size in os.environ.get("RECOVERY_SIZES", "1 500").split()
 """Megabytes of the model."""
 
 SIDES = ["LocalEngine", "Spark", "torchrun", *(["Ray Train"] if importlib.util.find_spec("ray") else [])]
-SETTLED = {"LocalEngine": 9.0}
+SETTLED = {"LocalEngine": 9.0, "Spark": 9.0}
 """Seconds for which a training runs after its checkpoint before a rank is killed: a zygote loads the rest of
-torch five seconds after the ranks have started, or while a JVM starts. Elsewhere one second is as good as an hour."""
+torch five seconds after the ranks have started. Elsewhere one second is as good as an hour."""
 
 LOOK = 0.005
 WAIT = 45.0

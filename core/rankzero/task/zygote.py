@@ -8,9 +8,8 @@ It belongs to the process that holds the agents (`rankzero.task.hold`), and runs
     end of file, or the owner's exit: the agent gets its grace, and the zygote ends
 
 An agent is forked before its configuration arrives, for which it waits, and so are its ranks, as many as the last
-launch had. A pair of sockets connects it to the zygote.
-Zygote and agent are both subreapers. The zygote ends what a killed agent leaves; the agent watches the zygote, and ends
-its ranks if that is killed. So nothing of a run survives either of them. Both watch the owner.
+launch had. A pair of sockets connects it to the zygote. Both are subreapers: the zygote ends what a killed agent
+leaves; the agent watches the zygote, and ends its ranks if that is killed. Both watch the owner.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from rankzero.agent.ranks import Rank
 from rankzero.host import forks, processes
 
 IDLE_TIMEOUT = bounds.scaled(300.0)  # Without an agent after which a zygote exits
-LATER_AFTER_IDLE = 0.5  # Seconds without work after which a zygote imports the rest
+LATER_AFTER_IDLE, LATER_AFTER_START = 0.5, bounds.scaled(5.0)  # Seconds idle, or of an agent, until the rest is loaded
 MOST_AHEAD = 8  # Ranks that an idle zygote forks ahead, as many as its last agent had
 OWNERLESS_MARGIN = bounds.stretched(15.0)  # Beyond the grace of an agent whose owner has exited
 
@@ -52,9 +51,7 @@ PRELOADED = (
 PRELOADED_LATER = ("torch._dynamo", "rankzero.launcher", "rankzero.engines.local", "rankzero.engines.spark.engine")
 """The first optimizer imports the first one. The others are imported by most modules that hold a training function."""
 
-PRELOAD = "RANKZERO_PRELOAD"
-"""Environment variable with the names of further installed modules, separated by commas, that a zygote imports."""
-
+PRELOAD = "RANKZERO_PRELOAD"  # Variable with names of further modules, separated by commas, that a zygote imports
 _MADV_COLLAPSE = 25  # linux/mman.h; since Linux 6.1
 
 
@@ -135,6 +132,9 @@ class Zygote:
         self._send({"pid": agent})
         ended, config = ours.fileno(), json.loads(line)
         self._ahead = min(config["workers"], MOST_AHEAD) if "torch" in sys.modules else 0
+        if self._prepares and not self._wait(LATER_AFTER_START(), ended):
+            load_rest()
+            self._prepares = False  # Memory that the agent shares is not gathered
         if ended not in self._wait(None, ended):
             # The agent may be stopped. It watches the owner, too, and gives its ranks their grace.
             os.kill(agent, signal.SIGCONT)

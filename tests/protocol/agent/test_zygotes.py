@@ -229,10 +229,7 @@ def test_an_idle_zygote_ends_and_the_next_launch_has_another(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch, own_zygotes: str
 ) -> None:
     launcher = launcher.options(num_processes=1, env={**(launcher.env or {}), "RANKZERO_TIME_SCALE": "0.01"})
-
-    def zygote() -> int:
-        return psutil_free_parent(os.getppid())
-
+    zygote = lambda: psutil_free_parent(os.getppid())  # noqa: E731
     first = launcher.run(zygote)
     until(lambda: not is_alive(first), WAIT, "the end of an idle zygote")
     monkeypatch.setenv(hold.SHARED, own_zygotes)
@@ -270,22 +267,33 @@ def test_what_a_zygote_says_of_an_agent_that_was_killed_after_its_last_act_is_no
     zygote.close()
 
 
-OPENS_A_GPU_LATER = """
-import sys
+AS_THE_REST_IS_IMPORTED = """
+import os, sys
 from rankzero.host import forks
-class Opens:
+class Finder:
     def find_spec(name, *_):
         if name == "torch._dynamo":
-            forks._GPU_DEVICES, sys.kept = ("/dev/zero",), open("/dev/zero")
-sys.meta_path.insert(0, Opens)
+            ACT
+sys.meta_path.insert(0, Finder)
 """
 
 
 @pytest.mark.usefixtures("own_zygotes")
 def test_a_zygote_that_opens_a_gpu_when_it_is_idle_ends(launcher: Launcher, module_ahead: Path) -> None:
-    module_ahead.write_text(OPENS_A_GPU_LATER)
+    act = 'forks._GPU_DEVICES, sys.kept = ("/dev/zero",), open("/dev/zero")'
+    module_ahead.write_text(AS_THE_REST_IS_IMPORTED.replace("ACT", act))
     zygote = launcher.options(num_processes=1).run(os.getppid) and zygotes_of().pop()
     until(lambda: not is_alive(zygote), WAIT, "the end of the zygote")
+
+
+@pytest.mark.usefixtures("own_zygotes")
+def test_a_zygote_imports_the_rest_while_its_first_agent_runs(launcher: Launcher, module_ahead: Path) -> None:
+    """Else each rank of a restart would import it, for a second."""
+    note = module_ahead.with_suffix(".note")
+    module_ahead.write_text(AS_THE_REST_IS_IMPORTED.replace("ACT", f"os.symlink(str(os.getpid()), {str(note)!r})"))
+    launcher = launcher.options(num_processes=1, env={**(launcher.env or {}), "RANKZERO_TIME_SCALE": "0.1"})
+    zygote = launcher.run(lambda: until(note.is_symlink, WAIT, "the import") and psutil_free_parent(os.getppid()))
+    assert zygote == int(os.readlink(note))
 
 
 @pytest.fixture
