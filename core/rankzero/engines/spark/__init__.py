@@ -1,6 +1,5 @@
 """The Spark engine. Only this package imports pyspark.
 
-On an embedded Spark, the driver's process also starts the zygote of the ranks, before the JVM. `submit` starts the
-driver on the cluster; a refused submission claims the driver's file and writes the failure, and so does a cancel before
-the driver has started.
+`submit` starts the driver on the cluster; a refused submission claims the driver's file and writes the failure, and so
+does a cancel before the driver has started.
 """
