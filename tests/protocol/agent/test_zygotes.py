@@ -171,12 +171,8 @@ def test_an_unknown_variable_or_another_mask_needs_another_zygote_and_a_variable
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def look() -> list[Any]:
-        return [
-            psutil_free_parent(os.getppid()),
-            os.environ["AIRFLOW_CTX_TRY_NUMBER"],
-            os.umask(0),
-            sorted(os.sched_getaffinity(0)),
-        ]
+        attempt, cores = os.environ["AIRFLOW_CTX_TRY_NUMBER"], sorted(os.sched_getaffinity(0))
+        return [psutil_free_parent(os.getppid()), attempt, os.umask(0), cores]
 
     cores, before = os.sched_getaffinity(0), os.umask(0o022)
     usual, used = ("", 0o022, cores), list[int]()
