@@ -23,8 +23,7 @@ from tests.services import end_own_jvm
 
 from rankzero.task import hold
 
-MEMORY = Path("/dev/shm")
-"""The file system in memory in which the suite keeps its files."""
+MEMORY = Path("/dev/shm")  # The file system in memory in which the suite keeps its files
 
 ROOM_IN_MEMORY = 8 << 30
 """Bytes that must be free there. The suite needs about 1 GiB."""
@@ -54,6 +53,13 @@ def start_broker() -> subprocess.Popen[bytes]:
         # Not in the group of this process, which a terminal may interrupt.
         command = [sys.executable, "-m", "tests.zygotes"]
         return subprocess.Popen(command, stdin=listener, cwd=ROOT, start_new_session=True)
+
+
+def end_broker(broker: subprocess.Popen[bytes]) -> None:
+    """Ends what `start_broker` has started."""
+    broker.kill()
+    broker.wait()
+    shutil.rmtree(os.path.dirname(os.environ[hold.SHARED]), ignore_errors=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -135,9 +141,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if broker := config.stash.get(_broker, None):
         count = len(os.listdir(os.path.dirname(os.environ[hold.SHARED]))) - 1
         print(f"the suite's zygotes were forked from {count} processes that imported torch", flush=True)
-        broker.kill()
-        broker.wait()
-        shutil.rmtree(os.path.dirname(os.environ[hold.SHARED]), ignore_errors=True)
+        end_broker(broker)
     if (place := config.stash.get(_in_memory, None)) and config.stash.get(_passed, False):
         shutil.rmtree(place, ignore_errors=True)
 

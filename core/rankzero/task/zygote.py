@@ -40,7 +40,7 @@ from rankzero.host import forks, processes
 
 IDLE_TIMEOUT = bounds.scaled(300.0)  # Without an agent after which a zygote exits
 LATER_AFTER_IDLE, LATER_AFTER_START = 0.5, bounds.scaled(5.0)  # Seconds idle, or of an agent, until the rest is loaded
-MOST_AHEAD = 8  # Ranks that an idle zygote forks ahead, as many as its last agent had
+MOST_AHEAD, AHEAD_AFTER = 8, 0.05  # Ranks that are forked ahead; seconds, in which the last launch ends undisturbed
 OWNERLESS_MARGIN = bounds.stretched(15.0)  # Beyond the grace of an agent whose owner has exited
 
 PRELOADED = (
@@ -73,7 +73,7 @@ class Zygote:
         """Forks one agent after the other, until the owner has exited or lets go of the socket."""
         lines, is_clean = self._channel.makefile("rb"), True
         while is_clean and not forks.touches_gpu():
-            if self._prepares and not self._wait(LATER_AFTER_IDLE):
+            if not self._wait(LATER_AFTER_IDLE if self._prepares else AHEAD_AFTER) and self._prepares:
                 load_rest()
                 gather_memory()
                 self._prepares = False

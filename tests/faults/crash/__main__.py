@@ -14,12 +14,11 @@ from pathlib import Path
 
 from tests.faults.crash.bench import SCENARIOS, Bench, Point, Violation, answers_of, points_of
 from tests.s3 import s3_server
+from tests.suite import end_broker, start_broker
 
-RECORDINGS = 3
-"""Runs of a scenario whose operations are its points: which exist depends on timing."""
+RECORDINGS = 3  # Runs of a scenario whose operations are its points: which exist depends on timing
 
-_bench: Bench
-"""The bench of this process."""
+_bench: Bench  # Of this process
 
 
 def main() -> None:
@@ -34,6 +33,7 @@ def main() -> None:
     asked = parser.parse_args()
     violations = 0
     with contextlib.ExitStack() as stack:
+        stack.callback(end_broker, start_broker())
         folder, root = stack.enter_context(tempfile.TemporaryDirectory(prefix="crash-")), None
         if asked.store == "s3" or asked.answers:
             import s3fs

@@ -29,7 +29,6 @@ FOLDER = Path(__file__).parent
 ACTION_TIMEOUT = 180.0
 """Seconds for one action, however it was hurt."""
 
-
 READ_TIMEOUT = 2.0
 """Seconds for which a client waits for an answer of the store, by default 15. A late answer comes after 7 s."""
 
@@ -302,8 +301,7 @@ class Bench:
 
     def _temporary(self) -> list[Path]:
         # Python itself probes the folder with files of eight characters.
-        names = re.compile(r"[a-z0-9_]{8}")
-        return [path for path in (self.folder / "tmp").iterdir() if not names.fullmatch(path.name)]
+        return [path for path in (self.folder / "tmp").iterdir() if not re.fullmatch("[a-z0-9_]{8}", path.name)]
 
     def _left(self, root: str) -> list[str]:
         found = list(map(describe, wait_until_gone(self.marker, 0)))
@@ -319,8 +317,7 @@ def _tail(notes: Path) -> str:
 
 def _unfinished(root: str) -> list[Path]:
     """Files under temporary names; those of a live process are gone in a moment."""
-    names = (".writing-*", "*.writing", ".committing-*", "*probe*")
-    return [path for name in names for path in Path(root).rglob(name)]
+    return [path for name in (".writing-*", "*.writing", ".committing-*", "*probe*") for path in Path(root).rglob(name)]
 
 
 def _begun(notes: Path) -> list[list[tuple[int, int]]]:
