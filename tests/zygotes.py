@@ -102,6 +102,8 @@ def template() -> None:
     from rankzero.task import zygote
 
     channel = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
     processes.become_subreaper()
     zygote.load([*zygote.PRELOADED, *os.environ.get(zygote.PRELOAD, "").split(",")])
     zygote.load_rest()
@@ -122,16 +124,10 @@ def template() -> None:
     forks.set_environment = show  # type: ignore[assignment]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while descriptors := socket.recv_fds(channel, 1, 1)[1]:
-        with socket.socket(fileno=descriptors[0]) as connection, open(os.devnull) as nothing:
+        with socket.socket(fileno=descriptors[0]) as connection:
             owner, *_ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             os.chdir(f"/proc/{owner}/cwd")
-
-            def run(connection: socket.socket = connection, owner: int = owner) -> None:
-                processes.become_subreaper()
-                zygote.Zygote(connection, owner, prepares=False).run()
-
-            stdio, keep = (nothing.fileno(), 1, 2), [connection.fileno()]
-            forks.fork(run, env=os.environ, stdio=stdio, keep=keep, on_parent_death=signal.SIGCONT)
+            zygote.fork(connection, prepares=False)
     os._exit(0)
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,7 +54,7 @@ class Cluster(LocalEngine):
     def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return {"kind": "local"}, {"conf": {"spark.ssl.keyPassword": "secret-of-the-engine"}}
 
-    def open(self, job: Job) -> LocalSession:
+    def open(self, job: Job, env: Mapping[str, str]) -> LocalSession:
         cluster = self
 
         class Session(LocalSession):
@@ -196,7 +196,7 @@ def test_no_file_of_a_stage_holds_a_secret(tmp_path: Path, pool: ThreadPoolExecu
     secret = "ab" * 32
     config = {"attempt": 3, "secret": secret, "env": {"TOKEN": "secret-of-the-user"}}
     ended = threading.Event()
-    engine.open(run.own.job).launch(1, config, lambda _: ended.set())
+    engine.open(run.own.job, {}).launch(1, config, lambda _: ended.set())
     for path in Path(run.own.run.directory).rglob("*"):
         if path.is_file():
             assert not any(word in path.read_text() for word in (secret, stage["secret"], "secret-of-the-user")), path

@@ -65,7 +65,7 @@ class Places:
             return self.session
 
         def open_it() -> EngineSession:
-            session = self._engine.open(self.own.job)
+            session = self._engine.open(self.own.job, self.env)
             # A missing link must not fail a run.
             with contextlib.suppress(Exception):
                 self._url = session.url

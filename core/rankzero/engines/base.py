@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import abc
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import rankzero
 from rankzero import bounds
 from rankzero.data.manifest import Manifest
 from rankzero.errors import EngineError, RankZeroError
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from rankzero.run.directory import RunDirectory, Submission
 
 ENGINE_ERROR_TIMEOUT = bounds.scaled(10.0)  # To get the text of an engine's error
+
+CODE_PATH = os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__)))  # From which agents import rankzero
 
 AgentConfig = dict[str, Any]
 OnEnd = Callable[[BaseException | None], None]
@@ -72,7 +76,7 @@ class Engine(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def open(self, job: Job) -> EngineSession:
+    def open(self, job: Job, env: Mapping[str, str]) -> EngineSession:
         """Connects to the engine and checks the job against it. Raises EngineError."""
 
 

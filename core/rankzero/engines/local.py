@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import rankzero
-from rankzero.engines.base import AgentConfig, AgentGroup, Engine, EngineSession, OnEnd
+from rankzero.engines.base import CODE_PATH, AgentConfig, AgentGroup, Engine, EngineSession, OnEnd
 from rankzero.engines.gpus import GpuClaims, local_gpus, require_local_gpus
 from rankzero.errors import LOST, EngineError, RankZeroError, advised, require
 from rankzero.host.usage import available_cores
@@ -43,7 +42,7 @@ class LocalEngine(Engine):
         """Returns ``{"kind": "local"}``; no part is private."""
         return {"kind": "local"}, {}
 
-    def open(self, job: Job) -> LocalSession:
+    def open(self, job: Job, env: Mapping[str, str]) -> LocalSession:
         """Returns a session on this machine."""
         self.check(job)
         return LocalSession(job)
@@ -90,7 +89,7 @@ class LocalSession(EngineSession):
                 "gpus": self._claims.held,
                 "cores": (self._job.cpus_per_process or 0) * workers or available_cores(),
                 "zygotes": 2,
-                "code_path": os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__))),
+                "code_path": CODE_PATH,
             },
             on_end,
         )

@@ -1,7 +1,4 @@
-"""Holds an agent: starts it as a fork of a zygote, waits for its end, and keeps the zygote for later launches.
-
-A zygote (`rankzero.task.zygote`) belongs to the process that holds its agents, by a pair of sockets.
-"""
+"""Holds an agent: starts it as a fork of a `zygote`, waits for its end, and keeps the zygote for later launches."""
 
 from __future__ import annotations
 
@@ -28,14 +25,13 @@ START_TIMEOUT = 120.0  # Seconds for an agent without torch to start, whose inte
 END_TIMEOUT = 3.0  # Seconds for a zygote to end with its agent
 ABANDONED_AFTER = 60.0  # Seconds after which the lock of a directory decides: one may just have been created
 
-PER_RUN = re.compile("RANKZERO_(RUN_ID|SCRATCH)|_?AIRFLOW_CTX_.*|DAGSTER_(RUN|PIPES)_.*|PYTEST_CURRENT_TEST")
-"""Variables that differ between launches, and that no library reads while it is imported: all others make another
-zygote."""
+PER_RUN = re.compile(
+    "RANKZERO_(RUN_ID|SCRATCH)|_?AIRFLOW_CTX_.*|DAGSTER_(RUN|PIPES)_.*|PYTEST_CURRENT_TEST|"
+    "_?(PY)?SPARK_.*|PYTHON_(DAEMON|UDF|WORKER)_.*|JAVA_HOME|SHLVL|(OLD)?PWD|_"
+)
+"""Variables that differ between launches, and that no library reads while it is imported. Others need other zygotes."""
 
-SHARED = "RANKZERO_ZYGOTE"
-"""Environment variable with the path of a Unix socket, behind which a process forks a zygote for each connection. The
-test suite sets it, whose thousands of processes would import torch otherwise."""
-
+SHARED = "RANKZERO_ZYGOTE"  # Variable with the path of a socket as `start_zygote` makes it, for all of the test suite
 _KEPT = "_rankzero_zygotes"  # Attribute of `sys`, since a Python worker of Spark unpickles this module for each task
 _TAIL = 4096  # Bytes of what was printed last that an error shows
 
@@ -57,14 +53,13 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] = lambda agent:
         RuntimeError: the agent crashed; the message has the end of its output.
     """
     with contextlib.closing(Directory("agent")) as scratch:
-        zygote = _start({**config, "env": _with_defaults(config), "scratch": scratch.path}, scratch.log)
+        zygote = _start({**config, "env": with_defaults(config), "scratch": scratch.path}, scratch.log)
         try:
             on_start(zygote.agent)
             # While the agent begins: a large folder would delay it.
             scratch.sweep()
             code = zygote.wait()
         finally:
-            # Reached early when this process is interrupted.
             zygote.release()
         # An agent that the driver has asked to end after a success must not fail its task: others still exit.
         if code != 0 and not os.path.exists(os.path.join(scratch.path, "agreed")):
@@ -72,15 +67,12 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] = lambda agent:
             raise RuntimeError(f"rankzero agent of task {config['task']} ended by {how}{_printed(scratch.log)}")
 
 
-def _with_defaults(config: dict[str, Any]) -> dict[str, str]:
+def with_defaults(config: dict[str, Any]) -> dict[str, str]:
     """Returns the user's variables and rankzero's defaults for those that neither the user nor this host sets."""
     cores = config["cores"] or os.cpu_count() or 1
     # Forks of a zygote share its hash seed. With one seed everywhere, sets of texts have one order on all ranks.
-    defaults = {
-        "PYTHONIOENCODING": "utf-8",
-        "PYTHONHASHSEED": "0",
-        "OMP_NUM_THREADS": str(max(1, cores // config["workers"])),
-    }
+    defaults = {"PYTHONIOENCODING": "utf-8", "PYTHONHASHSEED": "0"}
+    defaults["OMP_NUM_THREADS"] = str(max(1, cores // config["workers"]))
     return {**{name: value for name, value in defaults.items() if name not in os.environ}, **config["env"]}
 
 
@@ -155,7 +147,7 @@ class Zygote:
     ) -> None:
         """Takes the socket to a process whose agents import rankzero from the path ``code``."""
         self._channel, self._replies, self._code = channel, channel.makefile("rb", 0), code
-        self._process, self._directory = process, directory
+        self._process, self._directory, self.path = process, directory, directory and directory.path
         self.agent: Agent | None = None  # Until it has ended
         self.key, self.most = "", 0
 
@@ -186,19 +178,15 @@ class Zygote:
             self.agent.has_ended, self.agent = True, None
         # Without a reply the zygote was killed, and the agent has ended after it.
         code = -signal.SIGKILL if reply is None else reply["status"]
-        if code:
-            # The zygote ends, too.
-            self.most = 0
+        self.most = 0 if code else self.most  # The zygote ends, too
         return code
 
     def release(self) -> None:
         """Keeps the zygote for later launches; ends one that is not kept, or whose agent still runs."""
-        if self.agent or not self.most:
-            self.close()
-            return
-        idle, _ = _kept()
+        most = 0 if self.agent else self.most
+        idle = _kept()[0] if most else []
         idle.append(self)
-        while len(idle) > self.most:
+        while len(idle) > most:
             idle.pop(0).close()
 
     def close(self) -> None:
@@ -206,13 +194,10 @@ class Zygote:
         # Not only closed: a child that this process has forked may have a copy of it.
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)
-        # One that is stopped and has no agent would start one with what it has not read.
-        if self._process and self.agent:
-            self._process.send_signal(signal.SIGCONT)
         for _ in range(2):
-            while self.agent and self._reply(END_TIMEOUT):
+            if self.agent and self._reply(END_TIMEOUT):
                 self.agent = None
-            if self.agent:
+            elif self.agent:
                 self.agent.kill()
         if self._process and self._directory:
             self._process.kill()
@@ -227,55 +212,52 @@ def _start(config: dict[str, Any], log: IO[bytes]) -> Zygote:
     settings = {name: value for name, value in config.items() if name != "code_zip"}
     settings |= {"log": log.name, "environ": {**os.environ, "RANKZERO_SCRATCH": config["scratch"]}, "notes": []}
     # Elsewhere a process that has torch loaded cannot be forked.
-    if config["preload_timeout"] and sys.platform == "linux" and (zygote := _start_warm(config, settings, log)):
-        return zygote
-    zygote = _start_zygote(config, log, is_warm=False)
+    if (limit := config["preload_timeout"]) and sys.platform == "linux":
+        key, cold = key_of(config), _kept()[1]
+        for zygote in _candidates(config, key, log):
+            if zygote.launch(settings, limit):
+                zygote.key, zygote.most = key, config.get("zygotes", 1)
+                return zygote
+            zygote.close()
+        if key not in cold:
+            cold.append(key)
+            why = _printed(log) or f": that took more than {limit:g} s"
+            settings["notes"] = [f"rankzero: torch could not be loaded ahead, so each rank here imports it{why}"]
+    zygote = start_zygote(config, log, is_warm=False)
     if not zygote.launch(settings, START_TIMEOUT):
         zygote.close()
         raise RuntimeError(f"rankzero agent of task {config['task']} did not start{_printed(log)}")
     return zygote
 
 
-def _start_warm(config: dict[str, Any], settings: dict[str, Any], log: IO[bytes]) -> Zygote | None:
-    """Returns a zygote that has torch loaded and runs the agent; None leaves the reason in the agent's notes."""
-    # All that the state of a zygote depends on: launches with one key can share it.
+def key_of(config: dict[str, Any]) -> str:
+    """Returns a digest of all that the state of a zygote depends on: launches with one key can share it."""
     env = {name: value for name, value in {**os.environ, **config["env"]}.items() if not PER_RUN.fullmatch(name)}
     with open("/proc/self/status") as file:
         inherited = [line for line in file if line.startswith(("Umask:", "Cpus_allowed:"))]
     code = config["code_path"] or hashlib.sha256(config["code_zip"]).hexdigest()
-    key = json.dumps([sys.executable, code, os.readlink("/proc/self/cwd"), inherited, env], sort_keys=True)
-    for zygote in _candidates(config, key, log):
-        if zygote.launch(settings, config["preload_timeout"]):
-            zygote.key, zygote.most = key, config.get("zygotes", 1)
-            return zygote
-        zygote.close()
-    if key not in (cold := _kept()[1]):
-        cold.append(key)
-        why = _printed(log) or f": that took more than {config['preload_timeout']:g} s"
-        settings["notes"] = [f"rankzero: torch could not be loaded ahead, so each rank of this process imports it{why}"]
-    return None
+    parts = [sys.executable, code, os.readlink("/proc/self/cwd"), inherited, env]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _candidates(config: dict[str, Any], key: str, log: IO[bytes]) -> Iterator[Zygote]:
-    """Yields an idle zygote, one that the suite forks, and a new one, unless torch could not be loaded ahead before."""
+    """Yields an idle zygote, one of a shared process, and a new one, unless torch could not be loaded before."""
     idle, cold = _kept()
     for zygote in [zygote for zygote in idle if zygote.key == key]:
-        # Another thread may have taken it.
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # Another thread may have taken it
             idle.remove(zygote)
             yield zygote
     if key in cold:
         return
-    if address := os.environ.get(SHARED):
+    if address := os.environ.get(SHARED) or ("shared" in config and os.path.join(config["shared"], key)):
         channel = socket.socket(socket.AF_UNIX)
-        # Such a process may have ended.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # Such a process may have ended
             channel.connect(address)
         yield Zygote(channel, config["code_path"] or "")
-    yield _start_zygote(config, log, is_warm=True)
+    yield start_zygote(config, log, is_warm=True)
 
 
-def _start_zygote(config: dict[str, Any], log: IO[bytes], *, is_warm: bool) -> Zygote:
+def start_zygote(config: dict[str, Any], log: IO[bytes] | None, *, is_warm: bool, name: str = "") -> Zygote:
     """Starts a process that can be sent a configuration immediately; ``log`` receives what it prints."""
     directory = Directory("agent")
     code = config["code_path"] or directory.put("rankzero.zip", config["code_zip"])
@@ -284,6 +266,11 @@ def _start_zygote(config: dict[str, Any], log: IO[bytes], *, is_warm: bool) -> Z
     command = [sys.executable, "-c", BOOTSTRAP.format("task.zygote", "main"), code, str(os.getpid())]
     command += ["warm" if is_warm else "cold", directory.path]
     ours, theirs = socket.socketpair()
+    if name:
+        # It forks a zygote for each process that connects to the socket of this name in its directory.
+        theirs = socket.socket(socket.AF_UNIX)
+        theirs.bind(os.path.join(directory.path, name))
+        theirs.listen()
     with theirs:
         stdio: dict[str, Any] = {"stdin": theirs, "stdout": log, "stderr": log, "pass_fds": [directory.log.fileno()]}
         process = subprocess.Popen(command, env=env, start_new_session=True, **stdio)

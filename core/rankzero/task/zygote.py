@@ -28,6 +28,7 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import sys
 import traceback
 from collections.abc import Sequence
@@ -71,6 +72,7 @@ class Zygote:
 
     def run(self) -> None:
         """Forks one agent after the other, until the owner has exited or lets go of the socket."""
+        processes.become_subreaper()
         lines, is_clean = self._channel.makefile("rb"), True
         while is_clean and not forks.touches_gpu():
             if not self._wait(LATER_AFTER_IDLE if self._prepares else AHEAD_AFTER) and self._prepares:
@@ -80,13 +82,9 @@ class Zygote:
                 continue
             ours, theirs = socket.socketpair()
             with theirs:
-                agent = forks.fork(
-                    functools.partial(self._run_agent, theirs),
-                    env=os.environ,
-                    stdio=(self._channel.fileno(), 1, 2),
-                    keep=[theirs.fileno(), *self._pidfds],
-                    on_parent_death=signal.SIGCONT,
-                )
+                run, keep = functools.partial(self._run_agent, theirs), [theirs.fileno(), *self._pidfds]
+                stdio = (self._channel.fileno(), 1, 2)
+                agent = forks.fork(run, env=os.environ, stdio=stdio, keep=keep, on_parent_death=signal.SIGCONT)
             if self._wait(IDLE_TIMEOUT()) != [self._channel.fileno()] or not (line := lines.readline()):
                 return
             with ours:
@@ -97,8 +95,7 @@ class Zygote:
         return processes.readable([self._channel.fileno(), *self._pidfds, *descriptors], timeout)
 
     def _send(self, message: dict[str, int]) -> None:
-        # The owner may have exited.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # The owner may have exited
             self._channel.sendall(json.dumps(message).encode() + b"\n")
 
     def _run_agent(self, zygote: socket.socket) -> None:
@@ -147,6 +144,22 @@ class Zygote:
         return is_clean and not status
 
 
+def serve(listener: socket.socket, owner: int, notes: Sequence[str]) -> None:
+    """Forks a zygote for each process that connects to a Unix socket, until the owner has exited."""
+    watched = [listener.fileno(), os.pidfd_open(owner)]
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while processes.readable(watched, None) == watched[:1]:
+        with listener.accept()[0] as channel:
+            fork(channel, notes, prepares=True)
+
+
+def fork(channel: socket.socket, notes: Sequence[str] = (), *, prepares: bool) -> None:
+    """Forks a zygote for the process at the other end of a Unix socket."""
+    owner, *_ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    run = lambda: Zygote(channel, owner, notes, prepares=prepares).run()  # noqa: E731
+    forks.fork(run, env=os.environ, stdio=(0, 1, 2), keep=[channel.fileno()], on_parent_death=signal.SIGCONT)
+
+
 def _outlive_signals() -> None:
     """Ignores signals that a whole tree of processes gets, of which an agent gives its ranks their grace."""
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -184,24 +197,21 @@ def gather_memory() -> None:
     """Gathers the memory of this process in huge pages: a fork copies their page tables in a fifth of the time."""
     madvise = ctypes.CDLL(None).madvise
     with open("/proc/self/maps") as file:
-        mappings = [line.split() for line in file]
-    for addresses, access, _, _, inode, *name in mappings:
+        lines = file.readlines()
+    for addresses, access, _, _, inode, *name in map(str.split, lines):
         if access == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
             start, end = (int(address, 16) for address in addresses.split("-"))
             madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_COLLAPSE)
 
 
 def main() -> None:
-    """Entry point of the zygote, whose standard input is the socket to its owner.
-
-    Its arguments: the owner's process id; ``warm`` to import torch; a directory that goes with the zygote.
-    """
+    """Entry point of the zygote, whose standard input is the socket to its owner."""
+    # The owner's process id; ``warm`` to import torch; a directory that goes with this process.
     owner, kind, directory = int(sys.argv[1]), *sys.argv[2:]
     processes.settle_signals()
     _outlive_signals()
     # An import may hang.
     processes.end_with_parent(owner)
-    processes.become_subreaper()
     channel = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -214,7 +224,10 @@ def main() -> None:
     # Wakes a stopped zygote.
     processes.end_with_parent(owner, signal.SIGCONT)
     try:
-        Zygote(channel, owner, notes, prepares=kind == "warm").run()
+        if channel.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            serve(channel, owner, notes)
+        else:
+            Zygote(channel, owner, notes, prepares=kind == "warm").run()
     except BaseException:
         traceback.print_exc()
     finally:

@@ -125,7 +125,7 @@ def test_agents_that_are_cancelled_before_the_server_has_their_stage_end(
         return found
 
     monkeypatch.setattr(SparkSession, "interruptTag", note)
-    engine = SparkConnectEngine(server.url).open(Job("run", "train", 1, 1, False, None, None, 60.0, {}))
+    engine = SparkConnectEngine(server.url).open(Job("run", "train", 1, 1, False, None, None, 60.0, {}), {})
     try:
         config = {"env": {}, "connect_timeout": 1.0, "value": value}
         group = engine.launch(1, config, ended.set_result)

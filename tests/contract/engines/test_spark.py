@@ -137,7 +137,7 @@ def group(session: Any) -> Iterator[tuple[AgentGroup, PickledLate, Future[BaseEx
     """Returns agents whose function is being pickled: Spark has no job of them."""
     value = PickledLate()
     ended: Future[BaseException | None] = Future()
-    engine = SparkEngine(session=session).open(Job("run", "train", 1, 1, False, None, None, 60.0, {}))
+    engine = SparkEngine(session=session).open(Job("run", "train", 1, 1, False, None, None, 60.0, {}), {})
     group = engine.launch(1, {"env": {}, "value": value}, ended.set_result)
     assert value.begun.wait(WAIT)
     yield group, value, ended

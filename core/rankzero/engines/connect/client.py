@@ -21,13 +21,9 @@ CONNECT_SESSION_WINDOW = 1800.0  # Seconds for which launches share a session, w
 
 logger = logging.getLogger(__name__)
 
-RETRIES = 8
-MAX_BACKOFF = 2000
-"""Most milliseconds between two of the `RETRIES` of a request, which take 11 s in all. By default, pyspark retries a
-dead server for ten minutes."""
+RETRIES, MAX_BACKOFF = 8, 2000  # Of a request, and milliseconds between two: 11 s in all, and pyspark's ten minutes
 
-STAGE_RETRIES = 210
-"""Retries once a stage was started: 7 minutes, as long as a server keeps a stage without its client."""
+STAGE_RETRIES = 210  # Once a stage was started: 7 minutes, as long as a server keeps a stage without its client
 
 _PACKAGES = ("pyspark", "grpc", "grpc_status", "pandas", "pyarrow")
 # The id of a session that the server has ended cannot be used again.

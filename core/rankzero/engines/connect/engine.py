@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +89,7 @@ class SparkConnectEngine(Engine):
         """
         return job.owner is None and not job.queries and not run.is_remote
 
-    def open(self, job: Job) -> ConnectSession:
+    def open(self, job: Job, env: Mapping[str, str]) -> ConnectSession:
         """Connects, and checks the server's slots and resources."""
         session = self.session
         if session is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,7 @@ class StageEngine(Engine):
         """Returns a specification without details, since no other process opens this engine."""
         return {"kind": "stage"}, {}
 
-    def open(self, job: Job) -> StageSession:
+    def open(self, job: Job, env: Mapping[str, str]) -> StageSession:
         """Returns a session with the running tasks."""
         return StageSession(self)
 

@@ -30,7 +30,8 @@ CORES_MAX = "spark.cores.max"
 ENCRYPTION = ("spark.network.crypto.enabled", "spark.ssl.rpc.enabled", "spark.ssl.enabled")
 """Settings, any of which encrypts Spark's connections between driver and executors."""
 
-THREADS = "spark.executorEnv.OMP_NUM_THREADS"
+EXECUTOR_ENV = "spark.executorEnv."
+THREADS = f"{EXECUTOR_ENV}OMP_NUM_THREADS"
 
 SETTINGS = (TASK_CPUS, TASK_GPUS, INSTANCES, EXECUTOR_CORES, EXECUTOR_GPUS, CORES_MAX, THREADS, *ENCRYPTION)
 """Settings of a session on which slots, tasks and connections depend."""

@@ -16,15 +16,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import rankzero
 from rankzero.data.manifest import Manifest
-from rankzero.engines.base import AgentConfig, Engine, EngineSession, OnEnd
+from rankzero.engines.base import CODE_PATH, AgentConfig, Engine, EngineSession, OnEnd
 from rankzero.engines.gpus import GpuClaims, local_gpus, require_local_gpus
 from rankzero.engines.local import LOOPBACK, LocalEngine
 from rankzero.engines.spark import jvm
 from rankzero.engines.spark.conf import (
     DYNAMIC_ALLOCATION,
     ENCRYPTION,
+    EXECUTOR_ENV,
     LOCAL,
     SETTINGS,
     TASK_CPUS,
@@ -47,6 +47,7 @@ from rankzero.host.network import without_brackets
 from rankzero.job import Job
 from rankzero.kinds import STRINGS
 from rankzero.masking import without_credentials
+from rankzero.task import hold
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -147,14 +148,14 @@ class SparkEngine(Engine):
         """Returns the master, which may be shown, and the conf, which may hold credentials."""
         return {"kind": "spark", "master": self.master}, {"conf": dict(self.conf)}
 
-    def open(self, job: Job) -> SparkEngineSession:
+    def open(self, job: Job, env: Mapping[str, str]) -> SparkEngineSession:
         """Starts or takes the session, and checks its slots and resources."""
         if self.session is not None:
             opened = SparkEngineSession(self.session.sparkContext, job)
         else:
-            asked = self._asked(job)
+            asked, place = self._asked(job), self._place(job, env)
             context = jvm.start_context(self._master(job), job.name, self.conf, asked)
-            opened = SparkEngineSession(context, job, owned=True, asked=asked, is_embedded=self._is_embedded(job))
+            opened = SparkEngineSession(context, job, owned=True, asked=asked, place=place)
         try:
             opened.check()
         except BaseException:
@@ -168,10 +169,25 @@ class SparkEngine(Engine):
     def _whole_conf(self, job: Job) -> dict[str, str]:
         return {**spark_defaults(), **self._asked(job), **self.conf}
 
-    def _is_embedded(self, job: Job) -> bool:
-        """Returns True if the ranks will run on this machine with this Python, whose packages they can import."""
-        python = jvm.own_python(self._whole_conf(job))
-        return bool(LOCAL.fullmatch(self._master(job))) and python == sys.executable
+    def _place(self, job: Job, env: Mapping[str, str]) -> AgentConfig | None:
+        """Returns where agents with this machine's Python find rankzero and zygotes; None if others will run them.
+
+        The process that forks the zygotes imports torch while the JVM starts, and ends with this process.
+        """
+        conf = self._whole_conf(job)
+        if not LOCAL.fullmatch(self._master(job)) or jvm.own_python(conf) != sys.executable:
+            return None
+        place: AgentConfig = {"code_path": CODE_PATH}
+        is_usual = hold.SHARED not in os.environ and not any(name.startswith(EXECUTOR_ENV) for name in conf)
+        if job.warm_start and sys.platform == "linux" and is_usual:
+            # Python reads these as it starts, and Spark sets them for its Python workers.
+            place["env"] = {"PYTHONUNBUFFERED": "YES", "PYTHONPATH": os.environ.get("PYTHONPATH", ""), **env}
+            config = task_config(place, int(conf.get(TASK_CPUS, "1")), job.processes_per_task, threads_set=False)
+            config["env"] = hold.with_defaults(config)
+            # The name of a socket must be short. Otherwise each task starts a zygote of its own.
+            with contextlib.suppress(OSError):
+                place["shared"] = hold.start_zygote(config, None, is_warm=True, name=hold.key_of(config)).path
+        return place
 
     def _master(self, job: Job) -> str:
         cores = (job.cpus_per_process or 0) * job.processes_per_task or int(self.conf.get(TASK_CPUS, "1"))
@@ -188,10 +204,10 @@ class SparkEngineSession(EngineSession):
         *,
         owned: bool = False,
         asked: Mapping[str, str] | None = None,
-        is_embedded: bool = False,
+        place: AgentConfig | None = None,
     ) -> None:
         self._context = context
-        self._is_embedded = is_embedded
+        self._agents_place = place
         self._job = job
         self._owned = owned
         self._master = str(self._context.master)
@@ -262,18 +278,17 @@ class SparkEngineSession(EngineSession):
         self.encrypts = not is_local and any(settings.get(name) == "true" for name in ENCRYPTION)
         self.url = self._known.url
         # The broadcast is made here, because `open` has a time limit.
-        self._known.code(zipped=not self._is_embedded)
+        self._known.code(zipped=not self._agents_place)
 
     def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> SparkGroup:
         """Starts the barrier stage in a thread with its own job group."""
         is_local = self._master.startswith("local")
         cores, workers = int(self._settings.get(TASK_CPUS, "1")), self._job.processes_per_task
+        config = {**config, **(self._agents_place or {})}
         config = task_config(config, cores, workers, threads_set=THREADS in self._settings)
-        if self._is_embedded:
-            config |= {"code_path": os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__)))}
         task = make_task(
             config,
-            self._known.code(zipped=not self._is_embedded),
+            self._known.code(zipped=not self._agents_place),
             None if self._gpus is None else self._claims.held,
             LOOPBACK if is_local else None,
         )

@@ -38,8 +38,7 @@ logger = logging.getLogger(__name__)
 
 _HASH = "__rankzero_hash__"
 
-_VARIANT = re.compile(r'^"variant"$|[tT]ype": ?"variant"')
-"""A type of Spark 4, in the JSON of a type."""
+_VARIANT = re.compile(r'^"variant"$|[tT]ype": ?"variant"')  # A type of Spark 4, in the JSON of a type
 
 
 def open_query(session: Any, query: str) -> Any:

@@ -41,18 +41,14 @@ The code is a zip that Python imports; Spark requires a "jar" of a driver to hav
 PRIVATE_VARIABLE = "SPARK_RANKZERO_PRIVATE"
 """Variable of a driver's process on a standalone cluster. Spark passes on only variables with such a name."""
 
-PRIVATE_SETTING = "spark.rankzero.secret"
-"""Setting with the secrets on YARN. Spark masks settings that have this word in their name
-(``spark.redaction.regex``)."""
+PRIVATE_SETTING = "spark.rankzero.secret"  # On YARN: Spark masks names with this word (``spark.redaction.regex``)
 
-LONGEST_VARIABLE = 128 << 10
-"""Most bytes of one environment variable on Linux."""
+LONGEST_VARIABLE = 128 << 10  # Bytes of an environment variable on Linux
 
 # These settings are read when a SparkContext starts. The driver starts it with the whole configuration.
 _LATE = ("spark.hadoop.", "spark.executorEnv.")
 
-_TAIL = 12
-"""Lines of the output of ``spark-submit`` that an error shows."""
+_TAIL = 12  # Lines of the output of ``spark-submit`` that an error shows
 
 _PROGRAM = "from rankzero.driver.main import main_on_cluster\n\nmain_on_cluster()\n"
 
