@@ -52,8 +52,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 ORPHAN_TIMEOUT = 12.0
 """Seconds for what a run has started to end; less than those after which agents take a silent driver for dead."""
 
-LOOK = 0.02
-"""Seconds between two checks of a condition."""
+LOOK = 0.02  # Seconds between two checks of a condition
 
 T = TypeVar("T")
 

@@ -13,11 +13,9 @@ from typing import Any
 
 from tests.conftest import describe, is_alive, until
 
-STOP_TIMEOUT = 90.0
-"""Seconds for a server to end by itself, beside other work."""
+STOP_TIMEOUT = 90.0  # Seconds for a server to end by itself, beside other work
 
-GONE = 30.0
-"""Seconds for the kernel to end what got SIGKILL."""
+GONE = 30.0  # Seconds for the kernel to end what got SIGKILL
 
 
 def start(*command: str, log: Path, **options: Any) -> subprocess.Popen[bytes]:

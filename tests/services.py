@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from tests.contract.engines.connect_server import ConnectServer
     from tests.s3 import S3Server
 
-JVM_TIMEOUT = 60.0
-"""Seconds for a JVM to end by itself: it removes its files, and other suites may be at work."""
+JVM_TIMEOUT = 60.0  # Seconds for a JVM to end by itself: it removes its files, and other suites may be at work
 
 
 def end_own_jvm() -> None:

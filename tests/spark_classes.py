@@ -23,8 +23,7 @@ _AT_ITS_ADDRESS = "-XX:+IgnoreUnrecognizedVMOptions -XX:+UnlockDiagnosticVMOptio
 # The first one hides warnings about classes that cannot be archived, and about archives that do not fit.
 _QUIET = "-Xlog:disable -Xlog:all=error:stderr"
 
-TIMEOUT = 300.0
-"""Seconds for the JVMs of `make` to do their work on a machine that is busy."""
+TIMEOUT = 300.0  # Seconds for the JVMs of `make` to do their work on a machine that is busy
 
 _CLIENT = """
 import sys

@@ -25,14 +25,12 @@ from rankzero.task import hold
 
 MEMORY = Path("/dev/shm")  # The file system in memory in which the suite keeps its files
 
-ROOM_IN_MEMORY = 8 << 30
-"""Bytes that must be free there. The suite needs about 1 GiB."""
+ROOM_IN_MEMORY = 8 << 30  # Bytes that must be free there. The suite needs about 1 GiB
 
 TEMPORARY = ("rankzero-", "pymp-", "spark-")
 """Beginnings of the names of temporary directories that a run, its ranks or its JVMs make and have to remove."""
 
-SHARED = ("rankzero-gpus",)
-"""Beginnings of the names of the temporary directories that stay for later runs."""
+SHARED = ("rankzero-gpus",)  # Beginnings of the names of the temporary directories that stay for later runs
 
 ABANDONED = ("rankzero-agent-", "rankzero-driver-")
 """Beginnings of the names of the temporary directories that stay after all processes of a host were killed."""

@@ -18,8 +18,7 @@ import sys
 
 import rankzero
 
-MOST = 8
-"""Processes with torch loaded that wait for connections."""
+MOST = 8  # Processes with torch loaded that wait for connections
 
 BOOTSTRAP = (
     "import sys; sys.path[:1] = [sys.argv[1]]; import rankzero, cloudpickle; sys.path.append(sys.path.pop(0)); "

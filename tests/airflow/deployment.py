@@ -28,11 +28,9 @@ from rankzero import RunHandle
 DAGS = Path(__file__).parent / "dags"
 START_TIMEOUT = 180.0
 RUN_TIMEOUT = 240.0
-HEARTBEAT = 1
-"""Seconds between two signs of life of a task, with which Airflow tells it what users did."""
+HEARTBEAT = 1  # Seconds between two signs of life of a task, with which Airflow tells it what users did
 
-SILENCE = 10
-"""Seconds after which Airflow counts a task without a sign of life as dead."""
+SILENCE = 10  # Seconds after which Airflow counts a task without a sign of life as dead
 
 USER = "admin"
 

@@ -19,8 +19,7 @@ from rankzero.run.status import LONGEST_PACE, pace
 
 RANKS = 64
 DAY = 86400.0
-SCALE = 10
-"""A second of the test is so many of the day: what is due every 10 s comes every second."""
+SCALE = 10  # A second of the test is so many of the day: what is due every 10 s comes every second
 
 LOOKS = 5
 

@@ -12,8 +12,7 @@ import rankzero.train as rt
 from dagster_rankzero import TorchDistributorResource
 from rankzero import RunHandle
 
-LOOKED = 2.5
-"""Seconds, longer than a driver takes between two statuses: by then a report could have been seen."""
+LOOKED = 2.5  # Seconds, longer than a driver takes between two statuses: by then a report could have been seen
 
 
 def train(*pauses: float | str) -> int:

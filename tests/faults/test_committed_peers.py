@@ -17,11 +17,9 @@ from rankzero.engines.base import Engine
 
 WAIT = 30.0
 
-GRACE = 90.0
-"""Of a stop that nobody needs."""
+GRACE = 90.0  # Of a stop that nobody needs
 
-SETTLED = 1.0
-"""Seconds from the end of a rank's code to its commit, and more."""
+SETTLED = 1.0  # Seconds from the end of a rank's code to its commit, and more
 
 
 def train(folder: str) -> str:

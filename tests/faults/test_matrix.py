@@ -42,15 +42,13 @@ from rankzero.engines.base import Engine
 from rankzero.run.status import RunStatus
 from rankzero.task.hold import SHARED
 
-WAIT = 120.0
-"""For what is not measured: a start, a JVM, an end without a fault."""
+WAIT = 120.0  # For what is not measured: a start, a JVM, an end without a fault
 
 NAMED = 12.0
 """From a death that the kernel tells of to the caller's error or to the decision to restart, on a busy machine; a
 silence is noticed after 15 s."""
 
-SPARK_NAMED = 20.0
-"""The same through Spark, which takes its time to give up a barrier stage."""
+SPARK_NAMED = 20.0  # The same through Spark, which takes its time to give up a barrier stage
 
 HANG_TIMEOUT = 3.0
 HUNG = HANG_TIMEOUT + bounds.STACKS_WINDOW() + NAMED
@@ -59,20 +57,15 @@ HUNG = HANG_TIMEOUT + bounds.STACKS_WINDOW() + NAMED
 LOST = bounds.CONNECTION_LOST_AFTER() + 2.0 + 4.0 + NAMED
 """From a silence to the verdict: silence, the engine's chance to explain, the end of what does not answer."""
 
-HEALED = 20.0
-"""From a cut that heals to the end of the training."""
+HEALED = 20.0  # From a cut that heals to the end of the training
 
-ENDED = 35.0
-"""From a stop after the last commit to the end of the run, which waits for the final messages."""
+ENDED = 35.0  # From a stop after the last commit to the end of the run, which waits for the final messages
 
-GONE = ORPHAN_TIMEOUT
-"""From the end of a driver to the end of every process of its run."""
+GONE = ORPHAN_TIMEOUT  # From the end of a driver to the end of every process of its run
 
-RESTARTED = 40.0
-"""From the fault to the right value of the next attempt: it imports torch once more."""
+RESTARTED = 40.0  # From the fault to the right value of the next attempt: it imports torch once more
 
-SPARK_RESTARTED = 90.0
-"""The same with an executor to be replaced."""
+SPARK_RESTARTED = 90.0  # The same with an executor to be replaced
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from rankzero.run.checkpoints import Manifest
 WAIT = 120.0
 
 EXT4_IOC_SHUTDOWN = 0x8004587D
-NO_LOG_FLUSH = 2
-"""As when the power fails: the journal, too, is as it stands on the disk."""
+NO_LOG_FLUSH = 2  # As when the power fails: the journal, too, is as it stands on the disk
 
 
 class Disk:

@@ -15,8 +15,7 @@ from tests.runs import folder_of
 
 from rankzero import InvalidJobError, Launcher, WorkerFailedError
 
-NAMED_WITHIN = 12.0
-"""On a busy machine; less than the 15 s of silence after which a process counts as lost."""
+NAMED_WITHIN = 12.0  # On a busy machine; less than the 15 s of silence after which a process counts as lost
 
 WAIT = 60.0
 

@@ -13,8 +13,7 @@ from rankzero.channel.server import Server
 if TYPE_CHECKING:
     from tests.s3 import S3Server
 
-NUMBERS = 3_000_000
-"""Of 4 bytes: several pieces of a multipart upload."""
+NUMBERS = 3_000_000  # Of 4 bytes: several pieces of a multipart upload
 
 
 @pytest.fixture

@@ -26,8 +26,7 @@ from rankzero.store import files
 
 WAIT = 120.0
 
-OUTAGE = 5.0
-"""Seconds; longer than two heartbeats, and than who only follows would wait."""
+OUTAGE = 5.0  # Seconds; longer than two heartbeats, and than who only follows would wait
 
 
 class Store:

@@ -17,8 +17,7 @@ from rankzero import Launcher
 from rankzero.run.checkpoints import list_committed
 
 WAIT = 120.0
-PAUSE = 75.0
-"""Seconds for which a driver stands still: agents and readers count it as lost long before."""
+PAUSE = 75.0  # Seconds for which a driver stands still: agents and readers count it as lost long before
 
 
 def train(folder: str) -> tuple[int, int]:

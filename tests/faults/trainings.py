@@ -15,8 +15,7 @@ from typing import Any
 
 PRIME = 1_000_003
 STEPS = 4
-HOLD_AT = 2
-"""The step at which the moments ``training`` and ``checkpoint`` are."""
+HOLD_AT = 2  # The step at which the moments ``training`` and ``checkpoint`` are
 
 LOOK = 0.01
 

@@ -24,8 +24,7 @@ from rankzero.run.identity import compare
 from rankzero.submit.code import digest_of_source
 from rankzero.submit.pack import build
 
-ORCHESTRATED = "if not __name__:\n    import airflow\n"
-"""Makes a module travel by value, as a DAG file does."""
+ORCHESTRATED = "if not __name__:\n    import airflow\n"  # Makes a module travel by value, as a DAG file does
 
 
 @pytest.fixture

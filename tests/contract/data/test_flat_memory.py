@@ -11,8 +11,7 @@ import rankzero.train as rt
 from rankzero import Launcher
 from rankzero.data import order
 
-WIDTH = 16384
-"""Numbers of a row of 64 KiB."""
+WIDTH = 16384  # Numbers of a row of 64 KiB
 
 ROWS, GROUP = 4096, 8
 SIZE = 4 * WIDTH * ROWS

@@ -31,8 +31,7 @@ from rankzero.job import Job
 WAIT = 90.0
 
 
-MESSAGE_LIMIT = 128 << 20
-"""Bytes that one message of Spark Connect can have."""
+MESSAGE_LIMIT = 128 << 20  # Bytes that one message of Spark Connect can have
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Compares the counts of a launch with those in `counts.json`."""
 
-GROWTH = 1.05
-"""A count that is more than this many times the one in the file fails the test."""
+GROWTH = 1.05  # A count that is more than this many times the one in the file fails the test
 
 Counts = dict[str, dict[str, int]]
 

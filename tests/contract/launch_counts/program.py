@@ -21,14 +21,12 @@ from rankzero import Launcher, SparkEngine
 LAUNCHES = 60
 """At most so many are counted; each count is the smallest of them, since heartbeats and polls come by the clock."""
 
-PAUSE = 3.0
-"""Seconds after the first launch, in which a zygote loads the rest and gathers its memory."""
+PAUSE = 3.0  # Seconds after the first launch, in which a zygote loads the rest and gathers its memory
 
 PAUSE_EVERY = 10
 """So many launches that count more are followed by another pause: on a busy machine the server needs longer."""
 
-LAST_LAUNCH = 200.0
-"""Seconds from the start of this program after which no further launch begins."""
+LAST_LAUNCH = 200.0  # Seconds from the start of this program after which no further launch begins
 
 RANKS = 2
 END_TIMEOUT = 30.0

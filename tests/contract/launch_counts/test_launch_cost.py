@@ -21,8 +21,7 @@ from rankzero.task.zygote import PRELOADED_LATER
 pytestmark = pytest.mark.usefixtures("own_zygotes")
 
 
-TASK_BYTES = 10_000
-"""The code of rankzero, nearly 200 kB, does not go with the tasks of every launch."""
+TASK_BYTES = 10_000  # The code of rankzero, nearly 200 kB, does not go with the tasks of every launch
 
 
 def where_from() -> list[int]:

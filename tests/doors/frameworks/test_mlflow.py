@@ -46,8 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         process.wait()
 
 
-START_TIMEOUT = 280.0
-"""Seconds for the server, which imports much."""
+START_TIMEOUT = 280.0  # Seconds for the server, which imports much
 
 
 def answers(url: str) -> bool:

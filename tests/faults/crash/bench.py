@@ -26,8 +26,7 @@ from rankzero.store.upkeep import UNFINISHED_AFTER
 
 FOLDER = Path(__file__).parent
 
-ACTION_TIMEOUT = 180.0
-"""Seconds for one action, however it was hurt."""
+ACTION_TIMEOUT = 180.0  # Seconds for one action, however it was hurt
 
 READ_TIMEOUT = 2.0
 """Seconds for which a client waits for an answer of the store, by default 15. A late answer comes after 7 s."""

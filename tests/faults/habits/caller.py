@@ -10,8 +10,7 @@ from rankzero import Launcher, RankZeroError, RunHandle
 from rankzero.run.retention import collect
 
 RUN = "r"
-BEGUN = "begun\n"
-"""The answer of a caller that has taken a command, and may be interrupted from then on."""
+BEGUN = "begun\n"  # The answer of a caller that has taken a command, and may be interrupted from then on
 
 START_TIMEOUT = 240.0
 END_TIMEOUT = 120.0

@@ -28,8 +28,7 @@ from rankzero import Launcher, RunHandle, SparkEngine
 
 TOOLS = ("ip", "unshare", "nsenter", "mount")
 
-INTERFACE = "eth0"
-"""Name of every host's interface on the switch."""
+INTERFACE = "eth0"  # Name of every host's interface on the switch
 
 START_TIMEOUT = 240.0
 END_TIMEOUT = 15.0

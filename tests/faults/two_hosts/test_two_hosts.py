@@ -16,8 +16,7 @@ from rankzero import EngineError, Launcher, RunHandle, WorkerFailedError
 
 Submit = Callable[..., RunHandle[Any]]
 
-WAIT = 180.0
-"""Seconds for a run to start or to end on a busy machine."""
+WAIT = 180.0  # Seconds for a run to start or to end on a busy machine
 
 LOST_WITHIN = 55.0
 """Seconds after which a host that is cut off has been given up, on both sides of the cut: no rank is left."""
@@ -27,8 +26,7 @@ KNOWN_WITHIN = 90.0
 notices anything after 120."""
 
 
-SHORT_CUT = 20.0
-"""Seconds for which a host may be cut off and nothing is lost."""
+SHORT_CUT = 20.0  # Seconds for which a host may be cut off and nothing is lost
 
 
 @pytest.fixture

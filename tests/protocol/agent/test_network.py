@@ -16,8 +16,7 @@ from rankzero.host.network import first_reachable, socket_environment
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="interfaces are listed as Linux does")
 
 BOUND = 1.0
-MARGIN = 20.0
-"""Seconds that a machine under load may take longer: less than what hangs here would."""
+MARGIN = 20.0  # Seconds that a machine under load may take longer: less than what hangs here would
 LONG = 60.0
 BLACK_HOLE = "10.77.0.77"
 

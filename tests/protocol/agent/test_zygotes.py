@@ -20,7 +20,7 @@ import psutil
 import pytest
 from tests.conftest import find, is_alive, until
 
-from rankzero import EngineError, Launcher
+from rankzero import EngineError, Launcher, SparkEngine
 from rankzero.driver import attempt
 from rankzero.engines.local import LocalGroup
 from rankzero.task import hold
@@ -363,6 +363,28 @@ def test_a_zygote_ends_with_an_owner_that_dies_while_it_imports(tmp_path: Path, 
         zygote = int(until(lambda: note.exists() and note.read_text(), WAIT, "the import"))
         owner.kill()
     until(lambda: not is_alive(zygote), 5.0, "the end of the zygote")
+
+
+@pytest.mark.usefixtures("own_zygotes")
+@pytest.mark.parametrize("how", ["shared", "own", pytest.param("killed", marks=pytest.mark.soak)])
+def test_the_tasks_of_an_embedded_spark_share_a_process_that_imports_torch_while_the_jvm_starts(
+    tmp_path: Path, how: str
+) -> None:
+    """Those that have a variable which the driver does not have need zygotes of their own."""
+
+    def look() -> list[int]:
+        above = psutil_free_parent(psutil_free_parent(os.getppid()))
+        (tmp_path / f"rank-{os.environ['RANK']}-{above}").touch()
+        places = lambda: list(tmp_path.glob("rank-*"))  # noqa: E731
+        until(lambda: len(places()) == 2, WAIT, "both ranks")
+        if how == "killed" and os.environ["RANK"] == "0":
+            os.kill(above, signal.SIGKILL)
+        return [int(place.name.rpartition("-")[2]) for place in places()]
+
+    conf = {"spark.executorEnv.UNKNOWN": "1"} if how == "own" else {}
+    one, other = Launcher(2, engine=SparkEngine("local[2]", conf=conf), store=tmp_path / "store").run(look)
+    assert (one == other) is (how != "own")
+    until(lambda: not is_alive(one) and not is_alive(other), 5.0, "their end")
 
 
 def leave_directories(place: str) -> None:

@@ -12,8 +12,7 @@ from rankzero import Launcher
 SIZE = 4
 
 INTEGERS = ("uint8", "int8", "int32", "int64")
-FLOATS = ("float16", "bfloat16", "float32", "float64")
-"""Together with bool: the types that torch's gloo has."""
+FLOATS = ("float16", "bfloat16", "float32", "float64")  # Together with bool: the types that torch's gloo has
 
 
 class Operation(NamedTuple):
