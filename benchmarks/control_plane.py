@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,7 @@ class SimulatedEngine(LocalEngine):
 
     directory: str = ""
 
-    def open(self, job: Job) -> "SimulatedSession":
+    def open(self, job: Job, env: Mapping[str, str]) -> "SimulatedSession":
         """A session of them."""
         return SimulatedSession(job, self.directory)
 

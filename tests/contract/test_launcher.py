@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -364,12 +364,12 @@ def test_environment_reaches_the_ranks_only(launcher: Launcher) -> None:
 class TamperingEngine(LocalEngine):
     """Changes a file of the run after the driver recorded its checksum."""
 
-    def open(self, job: Job) -> LocalSession:
+    def open(self, job: Job, env: Mapping[str, str]) -> LocalSession:
         location = job.files["payload.pkl"]["location"]
         data = bytearray(Path(location).read_bytes())
         data[-2] ^= 1
         Path(location).write_bytes(data)
-        return super().open(job)
+        return super().open(job, env)
 
 
 def test_a_payload_that_was_changed_is_not_unpickled(launcher: Launcher) -> None:

@@ -8,7 +8,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,7 +185,7 @@ class ProxyEngine(LocalEngine):
     port: int = 0
     file: str = ""
 
-    def open(self, job: Job) -> ProxySession:
+    def open(self, job: Job, env: Mapping[str, str]) -> ProxySession:
         """A session whose agents are sent to the proxy."""
         return ProxySession(job, self)
 
@@ -210,7 +210,7 @@ class SlotsEngine(LocalEngine):
 
     file: str = ""
 
-    def open(self, job: Job) -> SlotsSession:
+    def open(self, job: Job, env: Mapping[str, str]) -> SlotsSession:
         """A session that reads the file whenever it is asked."""
         return SlotsSession(job, self.file)
 
@@ -234,7 +234,7 @@ class SlotsSession(LocalSession):
 class TasksEngine(LocalEngine):
     """This machine, with an agent for each rank, as clusters have them. For `Launcher.run`."""
 
-    def open(self, job: Job) -> TasksSession:
+    def open(self, job: Job, env: Mapping[str, str]) -> TasksSession:
         """A session of several agents."""
         return TasksSession(job)
 

@@ -4,7 +4,7 @@ import asyncio
 import platform
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ class Scripted(LocalEngine):
     error: BaseException | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
 
-    def open(self, job: Job) -> "Session":
+    def open(self, job: Job, env: Mapping[str, str]) -> "Session":
         """Returns a session with such agents."""
         return Session(job, self)
 

@@ -27,13 +27,14 @@ ABANDONED_AFTER = 60.0  # Seconds after which the lock of a directory decides: o
 
 PER_RUN = re.compile(
     "RANKZERO_(RUN_ID|SCRATCH)|_?AIRFLOW_CTX_.*|DAGSTER_(RUN|PIPES)_.*|PYTEST_CURRENT_TEST|"
-    "_?(PY)?SPARK_.*|PYTHON_(DAEMON|UDF|WORKER)_.*|JAVA_HOME|SHLVL|(OLD)?PWD|_"
+    "_?SPARK_.*|_?PYSPARK_(DRIVER_.*|PYTHON)|PYTHON_(DAEMON|UDF|WORKER)_.*|JAVA_HOME|SHLVL|(OLD)?PWD|_"
 )
 """Variables that differ between launches, and that no library reads while it is imported. Others need other zygotes."""
 
+_SPARKS = re.compile(r"/(pyspark\.zip|py4j-[^/]+\.zip|spark-core_[^/]+\.jar)$")  # Spark's own places in PYTHONPATH
+
 SHARED = "RANKZERO_ZYGOTE"  # Variable with the path of a socket as `start_zygote` makes it, for all of the test suite
 _KEPT = "_rankzero_zygotes"  # Attribute of `sys`, since a Python worker of Spark unpickles this module for each task
-_TAIL = 4096  # Bytes of what was printed last that an error shows
 
 BOOTSTRAP = (
     "import sys; sys.path[:1] = [sys.argv.pop(1)]; import rankzero, cloudpickle; sys.path.append(sys.path.pop(0)); "
@@ -56,8 +57,7 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] = lambda agent:
         zygote = _start({**config, "env": with_defaults(config), "scratch": scratch.path}, scratch.log)
         try:
             on_start(zygote.agent)
-            # While the agent begins: a large folder would delay it.
-            scratch.sweep()
+            scratch.sweep()  # While the agent begins: a large folder would delay it
             code = zygote.wait()
         finally:
             zygote.release()
@@ -91,8 +91,7 @@ class Directory:
         self.path = tempfile.mkdtemp(prefix=name, dir=root)
         # Kept open: an agent removes its directory when it ends, and the log is read after that.
         self.log = open(os.path.join(self.path, "log"), "w+b")
-        # Where a file system has no locks, directories that are left stay.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # Without locks, directories that are left stay
             fcntl.flock(self.log, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def sweep(self) -> None:
@@ -124,8 +123,7 @@ class Agent:
         try:
             self._pidfd = os.pidfd_open(pid)
             weakref.finalize(self, os.close, self._pidfd)
-        except (OSError, AttributeError) as error:
-            # Some systems have none.
+        except (OSError, AttributeError) as error:  # Some systems have none
             self.has_ended = isinstance(error, ProcessLookupError)
 
     def kill(self) -> None:
@@ -194,6 +192,8 @@ class Zygote:
         # Not only closed: a child that this process has forked may have a copy of it.
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)
+        if self._process and self.agent:
+            self._process.send_signal(signal.SIGCONT)
         for _ in range(2):
             if self.agent and self._reply(END_TIMEOUT):
                 self.agent = None
@@ -236,8 +236,9 @@ def key_of(config: dict[str, Any]) -> str:
     with open("/proc/self/status") as file:
         inherited = [line for line in file if line.startswith(("Umask:", "Cpus_allowed:"))]
     code = config["code_path"] or hashlib.sha256(config["code_zip"]).hexdigest()
-    parts = [sys.executable, code, os.readlink("/proc/self/cwd"), inherited, env]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+    path = [place for place in env.pop("PYTHONPATH", "").split(os.pathsep) if not _SPARKS.search(place)] or [""]
+    parts = [sys.executable, code, os.readlink("/proc/self/cwd"), inherited, path, env]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _candidates(config: dict[str, Any], key: str, log: IO[bytes]) -> Iterator[Zygote]:
@@ -258,7 +259,7 @@ def _candidates(config: dict[str, Any], key: str, log: IO[bytes]) -> Iterator[Zy
 
 
 def start_zygote(config: dict[str, Any], log: IO[bytes] | None, *, is_warm: bool, name: str = "") -> Zygote:
-    """Starts a process that can be sent a configuration immediately; ``log`` receives what it prints."""
+    """Starts a zygote, which can be sent a configuration immediately; ``log``, else its own, gets what it prints."""
     directory = Directory("agent")
     code = config["code_path"] or directory.put("rankzero.zip", config["code_zip"])
     # A check for GPUs that a library makes while it is imported must not open one.
@@ -272,7 +273,8 @@ def start_zygote(config: dict[str, Any], log: IO[bytes] | None, *, is_warm: bool
         theirs.bind(os.path.join(directory.path, name))
         theirs.listen()
     with theirs:
-        stdio: dict[str, Any] = {"stdin": theirs, "stdout": log, "stderr": log, "pass_fds": [directory.log.fileno()]}
+        stdio: dict[str, Any] = {"stdin": theirs, "stdout": log or directory.log, "stderr": subprocess.STDOUT}
+        stdio["pass_fds"] = [directory.log.fileno()]
         process = subprocess.Popen(command, env=env, start_new_session=True, **stdio)
     return Zygote(ours, code, process, directory)
 
@@ -285,6 +287,6 @@ def _kept() -> tuple[list[Zygote], list[object]]:
 
 
 def _printed(log: IO[bytes]) -> str:
-    """Returns the end of what was printed into a log, for an error's message."""
-    text = os.pread(log.fileno(), _TAIL, max(0, os.fstat(log.fileno()).st_size - _TAIL)).decode(errors="replace")
+    """Returns the last 4 KiB of a log, for an error's message."""
+    text = os.pread(log.fileno(), 4096, max(0, os.fstat(log.fileno()).st_size - 4096)).decode(errors="replace")
     return f": {text.strip()}" if text.strip() else ""

@@ -34,8 +34,7 @@ def run_task(config: dict[str, Any]) -> None:
         RuntimeError: the driver failed, or this host does not see the run directory.
     """
     stage, task = config.pop("stage"), config["task"]
-    # Its name has random digits.
-    if not (os.path.isdir(stage["folder"]) and os.access(stage["folder"], os.W_OK)):
+    if not (os.path.isdir(stage["folder"]) and os.access(stage["folder"], os.W_OK)):  # Its name has random digits
         raise RuntimeError(f"rankzero: an executor does not see {stage['directory']}")
     attempt = -1
     with contextlib.closing(Directory("agent")) as code:

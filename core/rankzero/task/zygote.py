@@ -66,13 +66,13 @@ class Zygote:
         self._channel, self._notes, self._prepares = channel, notes, prepares
         self._ahead, self._pause = 0, 0.0
         self._pidfds: list[int] = []
-        # A child of the owner may have a copy of its socket. Some systems have no pidfds.
-        with contextlib.suppress(OSError, AttributeError):
+        with contextlib.suppress(OSError, AttributeError):  # The socket may have copies; some systems have no pidfds
             self._pidfds = [os.pidfd_open(owner)]
 
     def run(self) -> None:
         """Forks one agent after the other, until the owner has exited or lets go of the socket."""
         processes.become_subreaper()
+        _outlive_signals()
         lines, is_clean = self._channel.makefile("rb"), True
         while is_clean and not forks.touches_gpu():
             if not self._wait(LATER_AFTER_IDLE if self._prepares else self._pause) and self._prepares:
@@ -206,22 +206,21 @@ def gather_memory() -> None:
 
 
 def main() -> None:
-    """Entry point of the zygote, whose standard input is the socket to its owner."""
-    # The owner's process id; ``warm`` to import torch; a directory that goes with this process.
+    """Entry point of a zygote. Its arguments: its owner's process id, ``warm`` to import torch, and its directory."""
     owner, kind, directory = int(sys.argv[1]), *sys.argv[2:]
     processes.settle_signals()
     _outlive_signals()
     # An import may hang.
     processes.end_with_parent(owner)
+    processes.become_subreaper()
     channel = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    notes: list[str] = []
     if kind == "warm":
         importlib.import_module("torch")
-        notes = load([*PRELOADED, *os.environ.get(PRELOAD, "").split(",")])
-        if forks.touches_gpu():
-            raise SystemExit("a module that was loaded ahead has opened a GPU")
+    notes = load([*PRELOADED, *os.environ.get(PRELOAD, "").split(",")]) if kind == "warm" else []
+    if forks.touches_gpu():
+        raise SystemExit("a module that was loaded ahead has opened a GPU")
     processes.end_with_parent(owner, signal.SIGCONT)  # Wakes a stopped zygote
     try:
         if channel.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

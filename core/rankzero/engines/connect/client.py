@@ -21,7 +21,7 @@ CONNECT_SESSION_WINDOW = 1800.0  # Seconds for which launches share a session, w
 
 logger = logging.getLogger(__name__)
 
-RETRIES, MAX_BACKOFF = 8, 2000  # Of a request, and milliseconds between two: 11 s in all, and pyspark's ten minutes
+RETRIES, MAX_BACKOFF = 8, 2000  # Of a request, and milliseconds between two: 11 s in all, not ten minutes
 
 STAGE_RETRIES = 210  # Once a stage was started: 7 minutes, as long as a server keeps a stage without its client
 

@@ -153,9 +153,10 @@ class SparkEngine(Engine):
         if self.session is not None:
             opened = SparkEngineSession(self.session.sparkContext, job)
         else:
-            asked, place = self._asked(job), self._place(job, env)
-            context = jvm.start_context(self._master(job), job.name, self.conf, asked)
-            opened = SparkEngineSession(context, job, owned=True, asked=asked, place=place)
+            with contextlib.ExitStack() as own:
+                asked, place = self._asked(job), self._place(job, env, own)
+                context = jvm.start_context(self._master(job), job.name, self.conf, asked)
+                opened = SparkEngineSession(context, job, own.pop_all(), asked=asked, place=place)
         try:
             opened.check()
         except BaseException:
@@ -169,24 +170,26 @@ class SparkEngine(Engine):
     def _whole_conf(self, job: Job) -> dict[str, str]:
         return {**spark_defaults(), **self._asked(job), **self.conf}
 
-    def _place(self, job: Job, env: Mapping[str, str]) -> AgentConfig | None:
+    def _place(self, job: Job, env: Mapping[str, str], own: contextlib.ExitStack) -> AgentConfig | None:
         """Returns where agents with this machine's Python find rankzero and zygotes; None if others will run them.
 
-        The process that forks the zygotes imports torch while the JVM starts, and ends with this process.
+        The process that forks the zygotes imports torch while the JVM starts. ``own`` ends it.
         """
         conf = self._whole_conf(job)
         if not LOCAL.fullmatch(self._master(job)) or jvm.own_python(conf) != sys.executable:
             return None
         place: AgentConfig = {"code_path": CODE_PATH}
         is_usual = hold.SHARED not in os.environ and not any(name.startswith(EXECUTOR_ENV) for name in conf)
-        if job.warm_start and sys.platform == "linux" and is_usual:
-            # Python reads these as it starts, and Spark sets them for its Python workers.
-            place["env"] = {"PYTHONUNBUFFERED": "YES", "PYTHONPATH": os.environ.get("PYTHONPATH", ""), **env}
-            config = task_config(place, int(conf.get(TASK_CPUS, "1")), job.processes_per_task, threads_set=False)
+        if job.warm_start and is_usual and hasattr(os, "pidfd_open"):
+            # Python reads what Spark sets for its Python workers as it starts.
+            config = {**place, "env": {"PYTHONUNBUFFERED": "YES", **env}}
+            config = task_config(config, int(conf.get(TASK_CPUS, "1")), job.processes_per_task, threads_set=False)
             config["env"] = hold.with_defaults(config)
             # The name of a socket must be short. Otherwise each task starts a zygote of its own.
             with contextlib.suppress(OSError):
-                place["shared"] = hold.start_zygote(config, None, is_warm=True, name=hold.key_of(config)).path
+                zygote = hold.start_zygote(config, None, is_warm=True, name=hold.key_of(config))
+                own.callback(zygote.close)
+                place["shared"] = zygote.path
         return place
 
     def _master(self, job: Job) -> str:
@@ -201,15 +204,15 @@ class SparkEngineSession(EngineSession):
         self,
         context: SparkContext,
         job: Job,
+        own: contextlib.ExitStack | None = None,
         *,
-        owned: bool = False,
         asked: Mapping[str, str] | None = None,
         place: AgentConfig | None = None,
     ) -> None:
         self._context = context
         self._agents_place = place
         self._job = job
-        self._owned = owned
+        self._own = own
         self._master = str(self._context.master)
         self._gpus: list[str] | None = None
         self._claims = GpuClaims()
@@ -247,9 +250,9 @@ class SparkEngineSession(EngineSession):
     def _require_running(self) -> None:
         is_running = self._context._jsc is not None and not self._known.is_stopped()
         # Spark gives up after a minute, makes a context with an ID of its own, and stops it a moment later.
-        if is_running and not (self._owned and str(self._known.setting(_APP_ID)).startswith(_WITHOUT_MASTER)):
+        if is_running and not (self._own and str(self._known.setting(_APP_ID)).startswith(_WITHOUT_MASTER)):
             return
-        if not self._owned:
+        if not self._own:
             raise EngineError("the SparkContext of this session was stopped: pass a session that is running")
         what = f"no Spark master answers at {self._master!r}, or it refused the application"
         raise EngineError(f"{what}: start it, or correct the host and port", code="RZ-2001")
@@ -313,8 +316,9 @@ class SparkEngineSession(EngineSession):
     def close(self) -> None:
         """Stops the SparkContext if the engine started it, and releases the run's claims of GPUs."""
         self._claims.release()
-        if not self._owned:
+        if not self._own:
             return
+        self._own.close()
         alive = self.is_usable()
         with contextlib.suppress(Exception):
             self._context.stop()

@@ -33,10 +33,7 @@ if TYPE_CHECKING:
 
 SPARK_SUBMIT_TIMEOUT = bounds.stretched(180.0)  # To start a JVM, upload the files and get the driver accepted
 
-PROGRAM, CODE = "driver.py", "rankzero.jar"
-"""Names of the files that a driver in a cluster gets: its main program, and rankzero itself.
-
-The code is a zip that Python imports; Spark requires a "jar" of a driver to have this ending."""
+PROGRAM, CODE = "driver.py", "rankzero.jar"  # A driver's program, and rankzero as a zip: Spark requires this ending
 
 PRIVATE_VARIABLE = "SPARK_RANKZERO_PRIVATE"
 """Variable of a driver's process on a standalone cluster. Spark passes on only variables with such a name."""
