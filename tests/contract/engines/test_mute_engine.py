@@ -1,6 +1,7 @@
 """An engine that is silent for long, or whose error cannot be read: py4j's words are in a JVM that does not answer."""
 
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,9 +21,9 @@ def test_whoever_waits_for_an_engine_sees_what_for(
 ) -> None:
     open_engine, answers = LocalEngine.open, threading.Event()
 
-    def answer_late(engine: LocalEngine, job: Job) -> EngineSession:
+    def answer_late(engine: LocalEngine, job: Job, env: Mapping[str, str]) -> EngineSession:
         answers.wait(WAIT)
-        return open_engine(engine, job)
+        return open_engine(engine, job, env)
 
     monkeypatch.setattr(LocalEngine, "open", answer_late)
     monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
@@ -40,9 +41,9 @@ def test_a_session_that_opens_after_its_run_has_ended_is_closed(
 ) -> None:
     open_engine, answers, closed = LocalEngine.open, threading.Event(), threading.Event()
 
-    def answer_late(engine: LocalEngine, job: Job) -> EngineSession:
+    def answer_late(engine: LocalEngine, job: Job, env: Mapping[str, str]) -> EngineSession:
         answers.wait(WAIT)
-        session = open_engine(engine, job)
+        session = open_engine(engine, job, env)
         monkeypatch.setattr(session, "close", closed.set)
         return session
 
