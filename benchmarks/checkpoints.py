@@ -19,7 +19,7 @@ from rankzero import Launcher
 
 MEGABYTES = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 256
 RANKS = int(sys.argv[2]) if len(sys.argv) > 2 else 8
-RUNS = 3
+RUNS = 5
 BUCKET = "benchmark"
 
 
@@ -50,10 +50,11 @@ def train(megabytes: int, runs: int, bucket: str) -> dict[str, list[float]]:
         dist.barrier()
         started = time.perf_counter()
         rt.report({"run": run}, checkpoint=state, sharded=True)
-        while (last := rt.get_checkpoint()) is None or last.metrics["run"] < run:
-            time.sleep(0.001)
+        # Asked for again and again, eight ranks would take a tenth of both cores.
+        rt.context.await_checkpoint()
         dist.barrier()
         times["ours"].append(time.perf_counter() - started)
+        assert rt.get_checkpoint().metrics["run"] == run
     return times
 
 
@@ -75,8 +76,7 @@ def block(megabytes: int, runs: int) -> dict[str, list[float]]:
         started = time.perf_counter()
         rt.report({"run": run}, checkpoint=state)
         times["report"].append(time.perf_counter() - started)
-        while (last := rt.get_checkpoint()) is None or last.metrics["run"] < run:
-            time.sleep(0.001)
+        rt.context.await_checkpoint()
     return times
 
 
@@ -95,7 +95,7 @@ def main() -> None:
     raw = report.add("the same bytes by boto3 in every rank", times["boto3"])
     blocked = report.add("a report blocks a rank", alone["report"])
     copied = report.add("a copy in memory", alone["copy"])
-    report.hold("ours / boto3", ours / raw, 1.5)
+    report.hold("ours / boto3", ours / raw, 1.11)
     report.hold("report / copy", blocked / copied, 1.2)
     report.finish()
 

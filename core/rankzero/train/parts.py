@@ -7,7 +7,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
 from rankzero import bounds, store
@@ -97,30 +97,29 @@ class Parts:
         formats.write_directory(directory, file)
         return file  # type: ignore[no-any-return]
 
-    def write(self, checkpoint: str, file: str, source: IO[bytes]) -> str:
+    def write(self, checkpoint: str, file: str, source: IO[bytes]) -> tuple[str, str]:
         """Copies an open file to a part, which exists completely or not at all.
 
-        Returns the name under which the driver has it; an empty text if it is in the run directory or its store.
-        Raises NotTakenError, or OSError if the disk cannot hold the part.
+        Returns its digest, and the name under which the driver has it; an empty text if it is in the run directory or
+        its store. Raises NotTakenError, or OSError if the disk cannot hold the part.
         """
         if client := self.client():
             url = store.join(self.run_directory, FOLDER, checkpoint, file)
-            if self._upload(client, url, source, PART_UPLOAD_TIMEOUT()):
-                return ""
+            if digest := self._upload(client, url, source, PART_UPLOAD_TIMEOUT()):
+                return digest, ""
         self.check_directory()
         folder = self.folder(checkpoint)
         os.makedirs(folder, exist_ok=True)
         path = os.path.join(folder, file)
         with store.atomic_file(path) as local:
-            _copy(source, local)
+            digest = formats.digest_of(_copied(source, local))
             local.flush()
             os.fsync(local.fileno())
             self.check_directory()
-        if self.shared:
-            return ""
-        if error := self.put(name := f"{checkpoint}-{file}", path):
+        name = "" if self.shared else f"{checkpoint}-{file}"
+        if name and (error := self.put(name, path)):
             raise NotTakenError(f"it was not sent to the driver: {error}")
-        return name
+        return digest, name
 
     def upload_value(self, path: str, name: str) -> str | None:
         """Copies rank 0's value to the store and returns its URL; None if this rank cannot, and the driver must."""
@@ -134,22 +133,22 @@ class Parts:
             print(f"rankzero: the store does not take the value of this rank, which sends it to the driver: {error}")
             return None
 
-    def _upload(self, client: remote.Client, url: str, source: IO[bytes], timeout: float) -> bool:
-        """Uploads an open file; returns False if the store refuses files of this rank."""
+    def _upload(self, client: remote.Client, url: str, source: IO[bytes], timeout: float) -> str:
+        """Uploads an open file and returns its digest; an empty text if the store refuses files of this rank."""
         deadline: float | None = None
         while True:
             try:
                 with forks.held(), remote.Upload(client, url) as upload:
-                    _copy(source, upload)
+                    digest = formats.digest_of(_copied(source, upload))
                     self.check_directory()
-                return True
+                return digest
             except ResultError:
                 raise
             except Exception as error:
                 if remote.is_refusal(error):
                     print(f"rankzero: the store refuses files of this rank, which sends them to the driver: {error}")
                     self._client = None
-                    return False
+                    return ""
                 # Counted from the first failure, since a large part alone may take longer.
                 deadline = deadline or time.monotonic() + timeout
                 if time.monotonic() > deadline:
@@ -193,7 +192,9 @@ class Parts:
         return next(filter(os.path.exists, paths), None)
 
 
-def _copy(source: IO[bytes], file: Any) -> None:
+def _copied(source: IO[bytes], file: Any) -> Iterator[bytes]:
+    """Copies an open file, and yields each chunk behind: what hashes it does so while a store takes it."""
     source.seek(0)
     while chunk := source.read(_COPY_CHUNK):
         file.write(chunk)
+        yield chunk

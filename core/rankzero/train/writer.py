@@ -195,10 +195,9 @@ class CheckpointWriter:
 
     def _write(self, facts: dict[str, Any], source: IO[bytes]) -> None:
         try:
-            facts["sha256"] = formats.digest_of_file(source.fileno())
             facts["loaded"] = {} if self._rank else loaded_sources()
             facts["size"] = os.fstat(source.fileno()).st_size
-            facts["upload"] = self._parts.write(facts["id"], facts["file"], source)
+            facts["sha256"], facts["upload"] = self._parts.write(facts["id"], facts["file"], source)
             if facts["upload"]:
                 self._staged = facts["index"]
             self._send(messages.Part(**facts))
