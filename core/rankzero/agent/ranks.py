@@ -216,17 +216,18 @@ def _start_worker(config: dict[str, Any] | None, stdio: tuple[int, int, int], de
     return process.pid
 
 
-def environment(config: dict[str, Any], context: dict[str, Any] | None = None) -> dict[str, str]:
-    """Returns the environment of a worker, or of a rank with its context: then with all variables torchrun sets."""
+def environment(config: dict[str, Any]) -> dict[str, str]:
+    """Returns the environment of a worker that is no rank yet."""
     # torchrun sets the first one too, unless the user did. The others are the network interface of gloo and NCCL.
     defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **socket_environment(config["host"])}
     env = {**defaults, **os.environ, **config["env"]}
-    env |= visible_gpus(config["gpus"] if config["use_gpu"] else [], env)
-    if context is None:
-        return env
+    return env | visible_gpus(config["gpus"] if config["use_gpu"] else [], env)
+
+
+def rank_environment(config: dict[str, Any], context: dict[str, Any]) -> dict[str, str]:
+    """Returns what a rank with this context adds to the environment of its worker: all variables that torchrun sets."""
     rank, world_size = str(context["rank"]), str(context["world_size"])
     return {
-        **env,
         "RANK": rank,
         "WORLD_SIZE": world_size,
         "LOCAL_RANK": str(context["local_rank"]),

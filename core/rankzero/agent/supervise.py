@@ -22,7 +22,7 @@ from typing import Any
 
 from rankzero import bounds
 from rankzero.agent.inputs import Inputs
-from rankzero.agent.ranks import Rank, environment
+from rankzero.agent.ranks import Rank, environment, rank_environment
 from rankzero.channel import messages
 from rankzero.channel.connection import Connection, Driver
 from rankzero.channel.messages import Message, MessageError
@@ -173,10 +173,11 @@ class Agent:
                 return
         common = await reply_of(self._reader.submit(lambda: inputs.message(self._config, self._began)))
         self._ranks[0].output.add(self._config["notes"])
+        env = environment(self._config)
         for rank in self._ranks:
             context = inputs.context(rank.local_rank, len(self._ranks), self._config["use_gpu"])
-            env = environment(self._config, context)
-            rank.tell(dataclasses.replace(common, context=context, env=env))
+            own = rank_environment(self._config, context)
+            rank.tell(dataclasses.replace(common, context=context, env=env | own))
 
     async def _sample_usage(self) -> None:
         thread = ActionThread("rankzero-usage")

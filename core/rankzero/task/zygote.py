@@ -41,7 +41,7 @@ from rankzero.host import forks, processes
 
 IDLE_TIMEOUT = bounds.scaled(300.0)  # Without an agent after which a zygote exits
 LATER_AFTER_IDLE, LATER_AFTER_START = 0.5, bounds.scaled(5.0)  # Seconds idle, or of an agent, until the rest is loaded
-MOST_AHEAD, AHEAD_AFTER = 8, 0.05  # Ranks that are forked ahead; seconds, in which a stage of Spark ends undisturbed
+MOST_AHEAD, AHEAD_AFTER = 8, 0.15  # Ranks that are forked ahead; seconds, in which a launch ends undisturbed
 OWNERLESS_MARGIN = bounds.stretched(15.0)  # Beyond the grace of an agent whose owner has exited
 
 PRELOADED = (
@@ -64,7 +64,7 @@ class Zygote:
 
     def __init__(self, channel: socket.socket, owner: int, notes: Sequence[str] = (), *, prepares: bool) -> None:
         self._channel, self._notes, self._prepares = channel, notes, prepares
-        self._ahead, self._pause = 0, 0.0
+        self._ahead = 0
         self._pidfds: list[int] = []
         with contextlib.suppress(OSError, AttributeError):  # The socket may have copies; some systems have no pidfds
             self._pidfds = [os.pidfd_open(owner)]
@@ -75,7 +75,7 @@ class Zygote:
         _outlive_signals()
         lines, is_clean = self._channel.makefile("rb"), True
         while is_clean and not forks.touches_gpu():
-            if not self._wait(LATER_AFTER_IDLE if self._prepares else self._pause) and self._prepares:
+            if not self._wait(LATER_AFTER_IDLE if self._prepares else AHEAD_AFTER) and self._prepares:
                 load_rest()
                 gather_memory()
                 self._prepares = False
@@ -129,7 +129,6 @@ class Zygote:
         self._send({"pid": agent})
         ended, config = ours.fileno(), json.loads(line)
         self._ahead = min(config["workers"], MOST_AHEAD) if "torch" in sys.modules else 0
-        self._pause = 0.0 if "zygotes" in config else AHEAD_AFTER
         if self._prepares and not self._wait(LATER_AFTER_START(), ended):
             load_rest()
             self._prepares = False  # Memory that the agent shares is not gathered
