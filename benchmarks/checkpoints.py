@@ -21,7 +21,7 @@ MEGABYTES = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 256
 RANKS = int(sys.argv[2]) if len(sys.argv) > 2 else 8
 RUNS = 7
 FIRST = 2
-"""Checkpoints for which clients connect and the system finds memory; they are shown apart."""
+"""Checkpoints for which our client connects and the system finds memory for copies; they are shown apart."""
 
 BUCKET = "benchmark"
 
@@ -80,6 +80,7 @@ def block(megabytes: int, runs: int) -> dict[str, list[float]]:
         rt.report({"run": run}, checkpoint=state)
         times["report"].append(time.perf_counter() - started)
         rt.context.await_checkpoint()
+        assert rt.get_checkpoint().metrics["run"] == run
     return times
 
 

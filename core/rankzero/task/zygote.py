@@ -41,7 +41,7 @@ from rankzero.host import forks, processes
 
 IDLE_TIMEOUT = bounds.scaled(300.0)  # Without an agent after which a zygote exits
 LATER_AFTER_IDLE, LATER_AFTER_START = 0.5, bounds.scaled(5.0)  # Seconds idle, or of an agent, until the rest is loaded
-MOST_AHEAD, AHEAD_AFTER = 8, 0.15  # Ranks that are forked ahead; seconds, in which a launch ends undisturbed
+MOST_AHEAD, AHEAD_AFTER = 8, 0.15  # Ranks that are forked ahead; seconds in which the next launch is undisturbed
 OWNERLESS_MARGIN = bounds.stretched(15.0)  # Beyond the grace of an agent whose owner has exited
 
 PRELOADED = (

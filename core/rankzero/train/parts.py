@@ -105,7 +105,7 @@ class Parts:
         """
         if client := self.client():
             url = store.join(self.run_directory, FOLDER, checkpoint, file)
-            if digest := self._upload(client, url, source, PART_UPLOAD_TIMEOUT()):
+            if digest := self._upload(client, url, source, PART_UPLOAD_TIMEOUT(), formats.digest_of):
                 return digest, ""
         self.check_directory()
         folder = self.folder(checkpoint)
@@ -128,27 +128,27 @@ class Parts:
         url = store.join(self.run_directory, "result", name)
         try:
             with open(path, "rb") as file:
-                return url if self._upload(client, url, file, STORE_OUTAGE()) else None
+                return url if self._upload(client, url, file, STORE_OUTAGE(), lambda got: sum(map(len, got))) else None
         except Exception as error:
             print(f"rankzero: the store does not take the value of this rank, which sends it to the driver: {error}")
             return None
 
-    def _upload(self, client: remote.Client, url: str, source: IO[bytes], timeout: float) -> str:
-        """Uploads an open file and returns its digest; an empty text if the store refuses files of this rank."""
+    def _upload(self, client: remote.Client, url: str, source: IO[bytes], timeout: float, use: Any) -> Any:
+        """Uploads an open file, and returns what ``use`` makes of its chunks; None if the store refuses this rank's."""
         deadline: float | None = None
         while True:
             try:
                 with forks.held(), remote.Upload(client, url) as upload:
-                    digest = formats.digest_of(_copied(source, upload))
+                    made = use(_copied(source, upload))
                     self.check_directory()
-                return digest
+                return made
             except ResultError:
                 raise
             except Exception as error:
                 if remote.is_refusal(error):
                     print(f"rankzero: the store refuses files of this rank, which sends them to the driver: {error}")
                     self._client = None
-                    return ""
+                    return None
                 # Counted from the first failure, since a large part alone may take longer.
                 deadline = deadline or time.monotonic() + timeout
                 if time.monotonic() > deadline:
@@ -193,7 +193,7 @@ class Parts:
 
 
 def _copied(source: IO[bytes], file: Any) -> Iterator[bytes]:
-    """Copies an open file, and yields each chunk behind: what hashes it does so while a store takes it."""
+    """Yields each chunk once it is written, for a caller that hashes it meanwhile; copies only what is consumed."""
     source.seek(0)
     while chunk := source.read(_COPY_CHUNK):
         file.write(chunk)
