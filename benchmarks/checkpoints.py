@@ -53,7 +53,7 @@ def train(megabytes: int, runs: int, bucket: str) -> dict[str, list[float]]:
         dist.barrier()
         started = time.perf_counter()
         rt.report({"run": run}, checkpoint=state, sharded=True)
-        # Asked for again and again, eight ranks would take a tenth of both cores.
+        # Asked for again and again, eight ranks would take a twentieth of both cores.
         rt.context.await_checkpoint()
         dist.barrier()
         times["ours"].append(time.perf_counter() - started)
