@@ -241,6 +241,7 @@ def rank_environment(config: dict[str, Any], context: dict[str, Any]) -> dict[st
         "TORCHELASTIC_RUN_ID": str(context["run_id"]),
         "TORCHELASTIC_RESTART_COUNT": str(config["restart_count"]),
         "TORCHELASTIC_MAX_RESTARTS": str(config["max_restarts"]),
+        "TORCHELASTIC_USE_AGENT_STORE": str(True),
         # `record` of torch.distributed.elastic writes an exception there.
         "TORCHELASTIC_ERROR_FILE": os.path.join(config["scratch"], f"error-{context['local_rank']}.json"),
         "RANKZERO_RUN_ID": str(context["run_id"]),

@@ -165,8 +165,8 @@ class Connection:
         """
         while True:
             before = time.monotonic()
-            self.write(b"\n")
             await asyncio.sleep(PING_INTERVAL)
+            self.write(b"\n")
             now = time.monotonic()
             is_silent = now - self.received_at >= bounds.CONNECTION_LOST_AFTER()
             if now - before > 2 * PING_INTERVAL or (is_silent and lives and lives()):
@@ -278,9 +278,12 @@ class Driver:
 
     async def _reach(self, host: str) -> Connection:
         """Returns a connection to the first address of a host that proves the secret."""
-        # Not by asyncio, whose threads are joined at exit: a name server may never reply.
         resolve = partial(socket.getaddrinfo, host, self.port, type=socket.SOCK_STREAM)
-        found = await reply_of(in_thread(resolve, "rankzero-names"), CONNECT_TIMEOUT())
+        try:
+            found = resolve(flags=socket.AI_NUMERICHOST)
+        except OSError:
+            # A name. Not by asyncio, whose threads are joined at exit: a name server may never reply.
+            found = await reply_of(in_thread(resolve, "rankzero-names"), CONNECT_TIMEOUT())
         problems = []
         for address in (str(place[0]) for *_, place in found):
             try:

@@ -145,8 +145,7 @@ def prepare() -> None:
     for place, finder in list(sys.path_importer_cache.items()):
         if not isinstance(finder, zipimport.zipimporter):
             del sys.path_importer_cache[place]
-    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
-        finalizer.atexit = False
+    getattr(weakref.finalize, "_registry", {}).clear()
 
 
 _GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/dxg", "/dev/accel")

@@ -94,6 +94,7 @@ def _work(
     except ImportError as error:
         return failures.no_torch(error)
     phases["imported"] = time.time()
+    has_made_group = rendezvous.guard_groups()
     control.send(messages.Reached("ready"))
     start = control.expect(messages.Start)
     # First: the devices that torch sees when it is asked for them are this process's from then on.
@@ -115,7 +116,6 @@ def _work(
         writer.committed(start.checkpoint)
     if start.context["rank"] == 0:
         control.send(messages.Reached("bound", {"port": rendezvous.bind(start)}))
-    has_made_group = rendezvous.guard_groups()
     rendezvous.meet(control.expect(messages.Go), start.context["rank"])
 
     def on_message(message: messages.Message) -> None:

@@ -23,6 +23,7 @@ DESTROYED_KEPT = 16
 """Destroyed process groups that are kept alive: once so many later ones are destroyed, a group's threads are idle."""
 
 _store: object = None
+_address: object = None  # Where rankzero's store is, as MASTER_ADDR and MASTER_PORT
 
 
 def bind(start: Start) -> int:
@@ -60,6 +61,7 @@ def meet(go: Go, rank: int) -> None:
     Raises:
         ConnectionError: no address accepts a connection; the message has those that were tried.
     """
+    global _address
     hosts, port = go.master_hosts, go.master_port
     host = hosts[0]
     if rank != 0 and not (go.one_host and network.is_loopback(host)):
@@ -70,7 +72,7 @@ def meet(go: Go, rank: int) -> None:
                 "is a firewall between the executors (see ports=), or does the name stand for another host?"
             )
         host = reached
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
+    _address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
 
 
 @dataclass
@@ -79,6 +81,7 @@ class _Groups:
 
     ours: bool = False  # True if a group of ``env://``, which uses rankzero's store, may exist
     generation: int = 0  # How often the last group was destroyed
+    is_joining: bool = False  # True while a group is made whose store is rankzero's
 
 
 def guard_groups() -> Callable[[], bool]:
@@ -98,10 +101,9 @@ def guard_groups() -> Callable[[], bool]:
         handlers["env"] = functools.partial(_separate, plain, groups)
         _watch_destroyed(groups)
     if hasattr(rendezvous, "_torchelastic_use_agent_store"):
-        # For processes that this rank starts, since none of them can bind rank 0's port. Not for the rank itself: the
-        # user may choose another port, where no other process serves the store.
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(True)
-        rendezvous._torchelastic_use_agent_store = lambda: False  # type: ignore[attr-defined]
+        # Processes that this rank starts ask the environment instead: none of them can bind rank 0's port. The rank
+        # itself may serve the store of another port, which the user has chosen.
+        rendezvous._torchelastic_use_agent_store = lambda: groups.is_joining  # type: ignore[attr-defined]
     is_initialized: Callable[[], bool] = importlib.import_module("torch.distributed").is_initialized
     return lambda: plain is None or groups.generation > 0 or is_initialized()
 
@@ -114,8 +116,10 @@ def _separate(plain: Callable[..., Any], groups: _Groups, *args: Any, **kwargs: 
     """
     import torch.distributed as dist
 
+    # Rank 0 joins as a client, too: the owner of a server looks only every 10 ms whether all ranks have connected.
+    groups.is_joining = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == _address
     for store, rank, world_size in plain(*args, **kwargs):
-        groups.ours = True
+        groups.ours, groups.is_joining = True, False
         yield dist.PrefixStore(f"rankzero-{groups.generation}", store), rank, world_size  # type: ignore[attr-defined]
 
 
