@@ -101,6 +101,25 @@ def test_a_rank_may_ask_for_the_store_alone_and_meet_its_peers_elsewhere(launche
     assert launcher.options(timeout=60).run(train) == [2.0, 2.0, 2.0]
 
 
+def test_rank_0_serves_no_store_but_that_of_a_port_which_the_user_has_chosen(launcher: Launcher) -> None:
+    own = str(free_port())
+
+    def train() -> list[bool]:
+        import torch.distributed as dist
+
+        rendezvous = sys.modules["torch.distributed.rendezvous"]
+        served, plain = [], rendezvous.TCPStore
+        # The owner of a server looks every 10 ms whether all ranks have connected.
+        rendezvous.TCPStore = lambda **how: served.append(how["is_master"]) or plain(**how)
+        for port in (os.environ["MASTER_PORT"], own):
+            os.environ["MASTER_PORT"] = port
+            dist.init_process_group("gloo")
+            dist.destroy_process_group()
+        return served
+
+    assert launcher.options(timeout=60).run(train) == [False, True]
+
+
 @pytest.mark.parametrize("code", [None, 0])
 def test_an_exit_with_code_0_is_an_end(launcher: Launcher, tmp_path: Path, code: int | None) -> None:
     def train() -> str:

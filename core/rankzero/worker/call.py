@@ -29,8 +29,7 @@ from rankzero.worker.failures import CommandError, install_restart_on
 if TYPE_CHECKING:
     from rankzero.values.ref import ResultRef
 
-LOCAL_RANK_MACRO = "${local_rank}"
-"""Placeholder for the local rank in the arguments of a script; torchrun has the same."""
+LOCAL_RANK_MACRO = "${local_rank}"  # Placeholder in the arguments of a script; torchrun has the same
 
 
 def call(start: Start, fetch: Callable[[str], str], has_worked: Callable[[], bool]) -> object:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import math
 import os
 import queue
 import socket
@@ -48,14 +47,13 @@ class Control:
         self._received: deque[Message] = deque()
         self._outgoing: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
         self._beat: tuple[float, Callable[[], int]] | None = None
+        self._beat_at = 0.0
         threading.Thread(target=self._deliver, name="rankzero-sender", daemon=True).start()
         self._early: list[Message] = []
         self._transferred: dict[str, messages.Transferred] = {}
         self._has_transferred = threading.Condition()
-        self.ended = threading.Event()
-        """Set once the agent has reported that every rank has committed."""
-        self.exit_timeout = 0.0
-        """Seconds that the exit of this rank may take, once `ended` is set."""
+        self.ended = threading.Event()  # Set once the agent has reported that every rank has committed
+        self.exit_timeout = 0.0  # Seconds that the exit of this rank may take from then on
 
     @property
     def is_own(self) -> bool:
@@ -103,18 +101,18 @@ class Control:
         sent.wait()
 
     def _deliver(self) -> None:
-        beat_at = -math.inf
         try:
             while True:
                 item: bytes | threading.Event = b""
                 with contextlib.suppress(queue.Empty):
-                    item = self._outgoing.get(timeout=max(0.0, beat_at - time.monotonic()) if self._beat else None)
+                    left = max(0.0, self._beat_at - time.monotonic()) if self._beat else None
+                    item = self._outgoing.get(timeout=left)
                 if isinstance(item, threading.Event):
                     item.set()
                     continue
-                if self._beat and time.monotonic() >= beat_at:
+                if self._beat and time.monotonic() >= self._beat_at:
                     interval, progress = self._beat
-                    beat_at = time.monotonic() + interval
+                    self._beat_at = time.monotonic() + interval
                     item += encode(messages.Beat(progress()))
                 self._socket.sendall(item)
         except OSError as error:
@@ -208,7 +206,7 @@ class Control:
 
     def beat(self, interval: float, progress: Callable[[], int]) -> None:
         """Makes the sender report the rank's progress each ``interval`` seconds, unless native code keeps the GIL."""
-        self._beat = interval, progress
+        self._beat_at, self._beat = time.monotonic() + interval, (interval, progress)
         # The thread waits without a limit.
         self._outgoing.put(b"")
 

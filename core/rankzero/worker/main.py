@@ -35,15 +35,13 @@ if TYPE_CHECKING:
 
 Adopt = Callable[[dict[str, str]], object]
 
+# On these signals, of crashes, faulthandler writes a stack.
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL})
-"""Signals of crashes, on which faulthandler writes a stack."""
 
-INLINE_LIMIT = 64 << 10
-"""Most bytes of JSON of a value that is sent inside the commit message."""
+INLINE_LIMIT = 64 << 10  # Most bytes of JSON of a value that is sent inside the commit message
 
 _RECORDERS = ("nccl", "fr")
-_COLLECTIVES_SHOWN = 20
-"""Most uncompleted collectives of the flight recorder that the log shows: the last ones."""
+_COLLECTIVES_SHOWN = 20  # Most uncompleted collectives of the flight recorder that the log shows: the last ones
 
 _LOST_RESULT = (
     "the run has lost its value: an attempt before this one called rankzero.train.set_result, and this attempt, which "

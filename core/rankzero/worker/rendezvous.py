@@ -19,8 +19,7 @@ from rankzero.bounds import MEET_TIMEOUT
 from rankzero.channel.messages import Go, Start
 from rankzero.host import network
 
-DESTROYED_KEPT = 16
-"""Destroyed process groups that are kept alive: once so many later ones are destroyed, a group's threads are idle."""
+DESTROYED_KEPT = 16  # Destroyed process groups that are kept alive; after so many later ones, its threads are idle
 
 _store: object = None
 _address: object = None  # Where rankzero's store is, as MASTER_ADDR and MASTER_PORT
@@ -101,8 +100,7 @@ def guard_groups() -> Callable[[], bool]:
         handlers["env"] = functools.partial(_separate, plain, groups)
         _watch_destroyed(groups)
     if hasattr(rendezvous, "_torchelastic_use_agent_store"):
-        # Processes that this rank starts ask the environment instead: none of them can bind rank 0's port. The rank
-        # itself may serve the store of another port, which the user has chosen.
+        # Processes that a rank starts ask the environment. The rank itself may serve the store of another port.
         rendezvous._torchelastic_use_agent_store = lambda: groups.is_joining  # type: ignore[attr-defined]
     is_initialized: Callable[[], bool] = importlib.import_module("torch.distributed").is_initialized
     return lambda: plain is None or groups.generation > 0 or is_initialized()
@@ -118,9 +116,12 @@ def _separate(plain: Callable[..., Any], groups: _Groups, *args: Any, **kwargs: 
 
     # Rank 0 joins as a client, too: the owner of a server looks only every 10 ms whether all ranks have connected.
     groups.is_joining = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == _address
-    for store, rank, world_size in plain(*args, **kwargs):
-        groups.ours, groups.is_joining = True, False
-        yield dist.PrefixStore(f"rankzero-{groups.generation}", store), rank, world_size  # type: ignore[attr-defined]
+    try:
+        store, rank, world_size = next(plain(*args, **kwargs))
+    finally:
+        groups.is_joining = False
+    groups.ours = True
+    yield dist.PrefixStore(f"rankzero-{groups.generation}", store), rank, world_size  # type: ignore[attr-defined]
 
 
 def _watch_destroyed(groups: _Groups) -> None:
