@@ -79,11 +79,14 @@ def test_a_script_finds_all_that_torchrun_sets(launcher: Launcher, tmp_path: Pat
 def test_a_rank_may_ask_for_the_store_alone_and_meet_its_peers_elsewhere(launcher: Launcher) -> None:
     own = str(free_port())
 
-    def train() -> list[float]:
+    def train() -> tuple[list[float], list[bool]]:
         import torch
         import torch.distributed as dist
 
-        sums = []
+        rendezvous = sys.modules["torch.distributed.rendezvous"]
+        sums, served, plain = [], [], rendezvous.TCPStore
+        # The owner of a server looks only every 10 ms whether all ranks have connected.
+        rendezvous.TCPStore = lambda **how: served.append(how["is_master"]) or plain(**how)
         for port in (os.environ["MASTER_PORT"], os.environ["MASTER_PORT"], own):
             os.environ["MASTER_PORT"] = port
             if os.environ["RANK"] == "1" and port != own:
@@ -96,28 +99,9 @@ def test_a_rank_may_ask_for_the_store_alone_and_meet_its_peers_elsewhere(launche
             dist.barrier()
             dist.destroy_process_group()
             sums.append(total.item())
-        return sums
+        return sums, served
 
-    assert launcher.options(timeout=60).run(train) == [2.0, 2.0, 2.0]
-
-
-def test_rank_0_serves_no_store_but_that_of_a_port_which_the_user_has_chosen(launcher: Launcher) -> None:
-    own = str(free_port())
-
-    def train() -> list[bool]:
-        import torch.distributed as dist
-
-        rendezvous = sys.modules["torch.distributed.rendezvous"]
-        served, plain = [], rendezvous.TCPStore
-        # The owner of a server looks every 10 ms whether all ranks have connected.
-        rendezvous.TCPStore = lambda **how: served.append(how["is_master"]) or plain(**how)
-        for port in (os.environ["MASTER_PORT"], own):
-            os.environ["MASTER_PORT"] = port
-            dist.init_process_group("gloo")
-            dist.destroy_process_group()
-        return served
-
-    assert launcher.options(timeout=60).run(train) == [False, True]
+    assert launcher.options(timeout=60).run(train) == ([2.0, 2.0, 2.0], [False, False, True])
 
 
 @pytest.mark.parametrize("code", [None, 0])

@@ -91,6 +91,12 @@ def test_a_hang_can_be_tried_again_and_leaves_what_torchs_flight_recorder_knows(
     assert any("not completed: gloo:all_reduce #1" in line for line in lines), lines
 
 
+def test_a_rank_that_stops_before_its_first_heartbeat_hangs_no_later_than_others(launcher: Launcher) -> None:
+    launcher = launcher.options(num_processes=1, hang_timeout=HANG_TIMEOUT, timeout=HANG_TIMEOUT + 20)
+    with pytest.raises(HangError):
+        launcher.run(lambda: (time.sleep(0.2), os.kill(os.getpid(), signal.SIGSTOP)))
+
+
 def test_steps_and_reports_are_progress(launcher: Launcher) -> None:
     def slow() -> str:
         import threading

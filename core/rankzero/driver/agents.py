@@ -217,6 +217,8 @@ class Agents:
             case messages.Reached("entered" | "returned" as phase):
                 if phase == "returned":
                     self.hangs.on_return(rank, time.monotonic())
+                else:
+                    self.hangs.on_beat(rank, 0, time.monotonic())
                 of_rank = {"type": phase, "rank": rank, "attempt": self._number, "host": member.name}
                 self._recorder.event({**message.values, **of_rank})
             case messages.Finished() if rank in self.facts.returned:

@@ -140,7 +140,7 @@ def prepare() -> None:
     """Prepares this process for its forks, so that each fork has less to reset.
 
     Drops the cached listings of directories, which may change. Those of archives stay: an archive that has changed
-    needs another zygote. Finalizers of the libraries belong to this process, and must not run at the exit of a fork.
+    needs another zygote. Finalizers of the libraries belong to this process, and run in no fork.
     """
     for place, finder in list(sys.path_importer_cache.items()):
         if not isinstance(finder, zipimport.zipimporter):

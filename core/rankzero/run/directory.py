@@ -229,8 +229,8 @@ class Submission:
         return replace(status, heartbeat=job.created if data is None else 0.0, metrics=job.metrics)
 
     def write_status(self, status: RunStatus) -> None:
-        """Replaces the status, as the submission's driver alone may: without an fsync, since `end` has what counts."""
-        store.write_bytes(self.path("status.json"), status.to_json())
+        """Replaces the status, as the submission's driver alone may. A heartbeat is not worth an fsync."""
+        store.write_bytes(self.path("status.json"), status.to_json(), durable=status.final)
 
     def end(self) -> RunStatus | None:
         """Returns how the submission has ended, or is certain to; None before that."""

@@ -23,9 +23,8 @@ M = TypeVar("M", bound=Message)
 
 READ_SIZE = 1 << 20  # Most bytes that are received together
 
+# Least number of the socket's descriptor. A program that closes its descriptors and opens a file gets low numbers.
 OUT_OF_REACH = 1000
-"""Least number of the socket's descriptor. A program that closes its descriptors and opens a file gets low numbers, so
-no file of the user ever replaces the socket."""
 
 
 class Control:

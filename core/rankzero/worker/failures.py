@@ -21,11 +21,9 @@ from rankzero.channel.messages import Failed
 from rankzero.errors import RetryableError, advised, encodable
 from rankzero.job import qualified_name
 
-MESSAGE_LIMIT = 16 << 10
-"""Most characters of an exception's text that are sent."""
+MESSAGE_LIMIT = 16 << 10  # Most characters of an exception's text that are sent
 
-TRACEBACK_LIMIT = 64 << 10
-"""Most characters of a traceback that are sent, from its end."""
+TRACEBACK_LIMIT = 64 << 10  # Most characters of a traceback that are sent, from its end
 
 _FAILED = 1
 _SIGNS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL")

@@ -19,17 +19,17 @@ from rankzero.bounds import MEET_TIMEOUT
 from rankzero.channel.messages import Go, Start
 from rankzero.host import network
 
-DESTROYED_KEPT = 16  # Destroyed process groups that are kept alive; after so many later ones, its threads are idle
+DESTROYED_KEPT = 16  # Destroyed process groups that are kept alive; after so many later ones, threads of one are idle
 
 _store: object = None
-_address: object = None  # Where rankzero's store is, as MASTER_ADDR and MASTER_PORT
+_port = ""  # Of rankzero's store
 
 
 def bind(start: Start) -> int:
     """Binds the rendezvous store's port in rank 0 and keeps it; returns the port.
 
-    The user's ``init_process_group`` finds this server, because torch shares a multi-tenant store between users of one
-    port in one process. So no port is guessed, freed and lost.
+    So no port is guessed, freed and lost. A group of ``tcp://`` finds this server, too, because torch shares a
+    multi-tenant store between users of one port in one process.
     """
     global _store
     import torch
@@ -60,9 +60,8 @@ def meet(go: Go, rank: int) -> None:
     Raises:
         ConnectionError: no address accepts a connection; the message has those that were tried.
     """
-    global _address
-    hosts, port = go.master_hosts, go.master_port
-    host = hosts[0]
+    global _port
+    hosts, host, port = go.master_hosts, go.master_hosts[0], go.master_port
     if rank != 0 and not (go.one_host and network.is_loopback(host)):
         reached = network.first_reachable(hosts, port, MEET_TIMEOUT())
         if reached is None:
@@ -71,7 +70,7 @@ def meet(go: Go, rank: int) -> None:
                 "is a firewall between the executors (see ports=), or does the name stand for another host?"
             )
         host = reached
-    _address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, (_port := str(port))
 
 
 @dataclass
@@ -80,7 +79,7 @@ class _Groups:
 
     ours: bool = False  # True if a group of ``env://``, which uses rankzero's store, may exist
     generation: int = 0  # How often the last group was destroyed
-    is_joining: bool = False  # True while a group is made whose store is rankzero's
+    is_joining: bool = False  # True while rankzero's store is opened for a group of ``env://``
 
 
 def guard_groups() -> Callable[[], bool]:
@@ -114,14 +113,18 @@ def _separate(plain: Callable[..., Any], groups: _Groups, *args: Any, **kwargs: 
     """
     import torch.distributed as dist
 
-    # Rank 0 joins as a client, too: the owner of a server looks only every 10 ms whether all ranks have connected.
-    groups.is_joining = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == _address
+    # Rank 0 joins as a client, too: the owner of a server looks only every 10 ms whether all ranks have joined.
+    groups.is_joining = os.environ.get("MASTER_PORT") == _port
     try:
         store, rank, world_size = next(plain(*args, **kwargs))
     finally:
         groups.is_joining = False
-    groups.ours = True
-    yield dist.PrefixStore(f"rankzero-{groups.generation}", store), rank, world_size  # type: ignore[attr-defined]
+    groups.ours, own = True, dist.PrefixStore(f"rankzero-{groups.generation}", store)  # type: ignore[attr-defined]
+    if own.add("joined", 1) == world_size:
+        own.set("complete", "")
+    if rank == 0:
+        own.wait(["complete"])  # For as long as that owner
+    yield own, rank, world_size
 
 
 def _watch_destroyed(groups: _Groups) -> None:
