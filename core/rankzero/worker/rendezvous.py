@@ -22,7 +22,7 @@ from rankzero.host import network
 DESTROYED_KEPT = 16  # Destroyed process groups that are kept alive; after so many later ones, threads of one are idle
 
 _store: object = None
-_port = ""  # Of rankzero's store
+_address: object = None  # Of rankzero's store, as MASTER_ADDR and MASTER_PORT
 
 
 def bind(start: Start) -> int:
@@ -60,7 +60,7 @@ def meet(go: Go, rank: int) -> None:
     Raises:
         ConnectionError: no address accepts a connection; the message has those that were tried.
     """
-    global _port
+    global _address
     hosts, host, port = go.master_hosts, go.master_hosts[0], go.master_port
     if rank != 0 and not (go.one_host and network.is_loopback(host)):
         reached = network.first_reachable(hosts, port, MEET_TIMEOUT())
@@ -70,7 +70,7 @@ def meet(go: Go, rank: int) -> None:
                 "is a firewall between the executors (see ports=), or does the name stand for another host?"
             )
         host = reached
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, (_port := str(port))
+    _address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
 
 
 @dataclass
@@ -114,16 +114,16 @@ def _separate(plain: Callable[..., Any], groups: _Groups, *args: Any, **kwargs: 
     import torch.distributed as dist
 
     # Rank 0 joins as a client, too: the owner of a server looks only every 10 ms whether all ranks have joined.
-    groups.is_joining = os.environ.get("MASTER_PORT") == _port
+    groups.is_joining = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == _address
     try:
         store, rank, world_size = next(plain(*args, **kwargs))
     finally:
         groups.is_joining = False
     groups.ours, own = True, dist.PrefixStore(f"rankzero-{groups.generation}", store)  # type: ignore[attr-defined]
-    if own.add("joined", 1) == world_size:
+    if own.add("joined", 1) >= world_size:
         own.set("complete", "")
-    if rank == 0:
-        own.wait(["complete"])  # For as long as that owner
+    if rank == 0 and not groups.generation:
+        own.wait(["complete"])  # As that owner, and for as long
     yield own, rank, world_size
 
 
