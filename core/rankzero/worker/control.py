@@ -23,7 +23,7 @@ M = TypeVar("M", bound=Message)
 
 READ_SIZE = 1 << 20  # Most bytes that are received together
 
-# Least number of the socket's descriptor. A program that closes its descriptors and opens a file gets low numbers.
+# Least number of the socket's descriptor: files that a program opens after it has closed all get low ones, not this.
 OUT_OF_REACH = 1000
 
 
