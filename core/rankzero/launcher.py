@@ -289,6 +289,9 @@ def follow_run(
             around.enter_context(card.showing(handles))
         handle = around.enter_context(open_run(launcher, train, args, kwargs))
         handles.append(handle)
+        if not handle.attached:
+            # Else this thread takes turns with the driver's while that starts the ranks.
+            handle.pause()
         for line in handle.lines(follow=True, earlier=False):
             (on_line or print_line)(line.prefixed, handle.id)
     value = handle.result()

@@ -50,6 +50,7 @@ class Agent:
             self.send(Reached("bound", {"port": 1}))
         self.send(Reached("ready"))
         await self.expect(messages.Go)
+        self.send(Reached("entered", {"time": time.time()}))
 
     def finish(self) -> None:
         """Reports the end of the training and, of rank 0, the value 7."""

@@ -168,15 +168,16 @@ def test_a_driver_that_comes_back_finds_the_end(root: str) -> None:
 
 def test_one_unreadable_directory_stops_no_other(root: str) -> None:
     make_run(root, "a", ended(OLD))
-    torn = make_run(root, "b", ended(OLD))
-    store.write_bytes(torn.path("status.json"), b'{"state": "succ')
+    other = make_run(root, "b", ended(OLD))
+    store.write_bytes(other.path("status.json"), b'{"state": "succeeded"}')
     strange = make_run(root, "c", ended(OLD))
     store.write_bytes(strange.run.job_path(0), b'{"from": "the future"}')
-    make_run(root, "d", ended(OLD))
+    # By a power failure, which leaves the end.
+    store.write_bytes(make_run(root, "d", ended(OLD)).path("status.json"), b'{"state": "succ')
 
     done = collect(root, MONTH)
     assert [removed.directory for removed in done.removed] == [store.join(root, "a"), store.join(root, "d")]
-    assert sorted(done.problems) == [torn.run.directory, strange.run.directory]
+    assert sorted(done.problems) == [other.run.directory, strange.run.directory]
     assert "this version of rankzero reads format" in done.problems[strange.run.directory]
     collect(root, MONTH, now=NOW + 2 * REMOVAL_CLAIM_TIMEOUT)
     assert names(root) == ["b", "c"]

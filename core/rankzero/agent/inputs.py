@@ -84,7 +84,6 @@ class Inputs:
             "shared": self.shared,
             "scratch": self._scratch,
             "datasets": self._here.get(manifest.FILE),
-            "ports": config["ports"],
             "exit_timeout": config["exit_timeout"],
             "began": began,
         }

@@ -1,9 +1,9 @@
 """A connection between an agent and the driver: mutual proof of the run's secret, then messages or one file.
 
     driver -> client   32 random bytes
-    client -> driver   32 random bytes, proof
-    driver -> client   proof, a line of JSON: the digests of the files that ranks execute
-    client -> driver   a line with a request, which the driver answers by a line that begins with ``ok``:
+    client -> driver   32 random bytes, proof, a line with a request
+    driver -> client   proof, a line of JSON: the digests of the files that ranks execute; then it answers the request
+                       by a line that begins with ``ok``:
                        ``AGENT task``, then messages in both directions (`rankzero.channel.messages`)
                        ``GET name``: the answer has the size, and the file and its sha256 follow
                        ``PUT name size``: the file and its sha256 follow, and another ``ok`` when it is stored
@@ -73,12 +73,15 @@ class Connection:
 
     # -- the proof, and requests ---------------------------------------------------------------
 
-    async def prove(self, secret: str) -> dict[str, str]:
-        """Proves the secret to the driver, and returns its digests after it has done the same. Raises OSError."""
+    async def prove(self, secret: str, request: str) -> dict[str, str]:
+        """Proves the secret to the driver, and returns its digests after it has done the same. Raises OSError.
+
+        The driver then replies to the request: `answer`.
+        """
         mine = secrets.token_bytes(_SIZE)
         try:
             theirs = await self._reader.readexactly(_SIZE)
-            self._writer.write(mine + _proof(secret, b"agent", theirs, mine))
+            self._writer.write(mine + _proof(secret, b"agent", theirs, mine) + request.encode() + b"\n")
             proof = await self._reader.readexactly(_SIZE)
         except asyncio.IncompleteReadError:
             raise ChannelError("the connection was closed before the driver had proved the run's secret") from None
@@ -96,11 +99,6 @@ class Connection:
         if not hmac.compare_digest(proof, _proof(secret, b"agent", mine, theirs)):
             raise ChannelError("a stranger: it did not prove the run's secret")
         self._writer.write(_proof(secret, b"driver", theirs, mine, line) + line + b"\n")
-
-    async def request(self, line: str, seconds: float) -> str:
-        """Sends a line, and returns what follows ``ok`` in the answer. Raises ChannelError if the driver refuses it."""
-        self.write(line.encode() + b"\n")
-        return await self.answer(seconds)
 
     async def answer(self, seconds: float) -> str:
         """Returns what follows ``ok`` in the driver's next line. Raises ChannelError if it begins with another word."""
@@ -263,11 +261,11 @@ class Driver:
         while True:
             for host in self.hosts:
                 try:
-                    connection = await self._reach(host)
+                    connection = await self._reach(host, f"AGENT {task}")
                 except (OSError, ValueError) as error:
                     problems[host] = str(error) or type(error).__name__
                     continue
-                await connection.request(f"AGENT {task}", HANDSHAKE_TIMEOUT())
+                await connection.answer(HANDSHAKE_TIMEOUT())
                 return connection
             if time.monotonic() >= deadline:
                 tried = "; ".join(f"{host}: {what}" for host, what in problems.items())
@@ -276,8 +274,8 @@ class Driver:
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(CONNECT_PAUSE_MAX, 2 * pause)
 
-    async def _reach(self, host: str) -> Connection:
-        """Returns a connection to the first address of a host that proves the secret."""
+    async def _reach(self, host: str, request: str) -> Connection:
+        """Returns a connection to the first address of a host that proves the secret, which has the request."""
         resolve = partial(socket.getaddrinfo, host, self.port, type=socket.SOCK_STREAM)
         try:
             found = resolve(flags=socket.AI_NUMERICHOST)
@@ -287,12 +285,12 @@ class Driver:
         problems = []
         for address in (str(place[0]) for *_, place in found):
             try:
-                return await self._connect(address)
+                return await self._connect(address, request)
             except (OSError, ValueError) as error:
                 problems.append(str(error) or type(error).__name__)
         raise OSError(", ".join(problems))
 
-    async def _connect(self, address: str) -> Connection:
+    async def _connect(self, address: str, request: str) -> Connection:
         """Returns a connection to an address that has proved the secret, which `fetch` and `put` use from then on."""
         tls: dict[str, Any] = {"ssl": client_context(), "server_hostname": ""} if self.certificate else {}
         async with asyncio.timeout(CONNECT_TIMEOUT()):
@@ -303,7 +301,7 @@ class Driver:
             if self.certificate and writer.get_extra_info("ssl_object").getpeercert(True) != self.certificate:
                 raise ChannelError("the process at this address has another certificate than the run's")
             async with asyncio.timeout(HANDSHAKE_TIMEOUT()):
-                self.digests = await connection.prove(self.secret)
+                self.digests = await connection.prove(self.secret, request)
             self._address = address
         except BaseException as error:
             connection.abort(str(error))
@@ -312,14 +310,14 @@ class Driver:
 
     async def fetch(self, name: str, path: str) -> None:
         """Writes a file that the driver offers to a local path. Raises OSError with the reason if it cannot."""
-        with contextlib.closing(await self._connect(self._address)) as connection:
-            size = await connection.request(f"GET {name}", bounds.STORE_OUTAGE())
+        with contextlib.closing(await self._connect(self._address, f"GET {name}")) as connection:
+            size = await connection.answer(bounds.STORE_OUTAGE())
             await connection.receive_file(path, int(size))
 
     async def put(self, name: str, path: str) -> None:
         """Sends a local file to the driver. Raises OSError with the reason if it cannot."""
-        with contextlib.closing(await self._connect(self._address)) as connection:
-            size = os.path.getsize(path)
-            await connection.request(f"PUT {name} {size}", bounds.CONNECTION_LOST_AFTER())
+        size = os.path.getsize(path)
+        with contextlib.closing(await self._connect(self._address, f"PUT {name} {size}")) as connection:
+            await connection.answer(bounds.CONNECTION_LOST_AFTER())
             await connection.send_file(open(path, "rb"), size)
             await connection.answer(bounds.STORE_OUTAGE())

@@ -233,11 +233,13 @@ class Assign(Message):
         run_directory: The submission's folder; ``run_token`` is the text of the file ``driver`` in it.
         context: The fields of `rankzero.train.TrainContext` that are the same for all ranks.
         checkpoint: Manifest of the checkpoint to start from.
+        ports: First and last port that may be bound; None for any.
     """
 
     run_directory: str
     run_token: str
     master_addr: str = ""
+    ports: list[int] | None = None
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     beat_interval: float = 0.0
     context: dict[str, Any] = field(default_factory=dict)
@@ -290,7 +292,6 @@ class Start(Assign):
         refs: The name and the local path, if there is one, of each referenced file, by URI.
         result_directory: Directory to which rank 0 writes its value.
         shared: True if this host sees the submission's folder.
-        ports: First and last port that may be bound; None for any.
         began: Unix time at which the agent began. The rank may have been forked long before.
     """
 
@@ -303,7 +304,6 @@ class Start(Assign):
     modules: str | None = None
     code: str | None = None
     datasets: str | None = None
-    ports: list[int] | None = None
     began: float = 0.0
     exit_timeout: float = 0.0
 

@@ -18,7 +18,7 @@ from rankzero.driver.ending import NO_REPLY, Facts, name_ranks
 from rankzero.driver.recorder import Recorder
 from rankzero.errors import RunCancelledError, RunTimeoutError
 from rankzero.run.directory import Submission, bound_of
-from rankzero.threads import reply_of
+from rankzero.threads import AT_ONCE, reply_of
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +101,9 @@ class Watch:
 
     async def reply_of(self, future: Future[T], check: Callable[[], None]) -> T:
         """Returns the result of a thread, which may never come, unless ``check`` raises before; it is called often."""
+        check()
+        with contextlib.suppress(TimeoutError):
+            return future.result(AT_ONCE)
         future.add_done_callback(self.wake)
         while True:
             check()

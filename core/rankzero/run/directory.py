@@ -215,8 +215,8 @@ class Submission:
         Raises RunNotFoundError if the run was removed.
         """
         data = self._find("status.json")
-        # A power failure may have emptied the file, and has also ended the driver.
-        if data and data.strip(b"\0"):
+        # A power failure may have emptied or cut off the file, and has also ended the driver.
+        if data and data.endswith(b"}"):
             return RunStatus.from_json(data, self.path("status.json"))
         # A later submission is made behind the end of this one, which only a collector removes.
         is_last = data is not None or self.run.numbers()[-1:] == [self.job.submission]
@@ -229,8 +229,8 @@ class Submission:
         return replace(status, heartbeat=job.created if data is None else 0.0, metrics=job.metrics)
 
     def write_status(self, status: RunStatus) -> None:
-        """Replaces the status, as the submission's driver alone may. A heartbeat is not worth an fsync."""
-        store.write_bytes(self.path("status.json"), status.to_json(), durable=status.final)
+        """Replaces the status, as the submission's driver alone may. It is not worth an fsync: the end is durable."""
+        store.write_bytes(self.path("status.json"), status.to_json())
 
     def end(self) -> RunStatus | None:
         """Returns how the submission has ended, or is certain to; None before that."""

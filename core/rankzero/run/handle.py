@@ -21,7 +21,7 @@ from rankzero.run.reports import as_row
 from rankzero.run.status import LONGEST_PACE, SHORTEST_PACE, RunStatus
 from rankzero.values.ref import ResultRef
 
-FOLLOW_INTERVAL = 0.05  # Seconds between two polls of a run directory on a local disk
+FOLLOW_INTERVAL = 0.1  # Seconds between two polls of a run directory on a local disk
 
 R = TypeVar("R")
 T = TypeVar("T")

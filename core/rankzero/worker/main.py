@@ -94,7 +94,9 @@ def _work(
     phases["imported"] = time.time()
     has_made_group = rendezvous.guard_groups()
     control.send(messages.Reached("ready"))
-    start = control.expect(messages.Start)
+    if not isinstance(start := control.expect(messages.Assign), messages.Start):  # Rank 0's comes ahead of its files
+        control.send(messages.Reached("bound", {"port": rendezvous.bind(start)}))
+        start = control.expect(messages.Start)
     # First: the devices that torch sees when it is asked for them are this process's from then on.
     adopt(start.env)
     control.exit_timeout = start.exit_timeout
@@ -112,8 +114,6 @@ def _work(
     session = context.install(world, control.report, writer, files, start.datasets, start.scratch)
     if start.checkpoint:
         writer.committed(start.checkpoint)
-    if start.context["rank"] == 0:
-        control.send(messages.Reached("bound", {"port": rendezvous.bind(start)}))
     rendezvous.meet(control.expect(messages.Go), start.context["rank"])
 
     def on_message(message: messages.Message) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankzero.bounds import MEET_TIMEOUT
-from rankzero.channel.messages import Go, Start
+from rankzero.channel.messages import Assign, Go
 from rankzero.host import network
 
 DESTROYED_KEPT = 16  # Destroyed process groups that are kept alive; after so many later ones, threads of one are idle
@@ -25,7 +25,7 @@ _store: object = None
 _address: object = None  # Of rankzero's store, as MASTER_ADDR and MASTER_PORT
 
 
-def bind(start: Start) -> int:
+def bind(assigned: Assign) -> int:
     """Binds the rendezvous store's port in rank 0 and keeps it; returns the port.
 
     So no port is guessed, freed and lost. A group of ``tcp://`` finds this server, too, because torch shares a
@@ -35,14 +35,14 @@ def bind(start: Start) -> int:
     import torch
     import torch.distributed as dist
 
-    host = start.master_addr
+    host = assigned.master_addr
     # rankzero's own socket: torch's accepts connections of the whole network, and sees this host's under IPv6 addresses
     # that /etc/hosts does not have, so that it queries a DNS for the name of each.
-    listener = network.listen(network.bind_address(host), start.ports)
+    listener = network.listen(network.bind_address(host), assigned.ports)
     store = dist.TCPStore(  # type: ignore[attr-defined]
         host,
         listener.getsockname()[1],
-        start.context["world_size"],
+        assigned.context["world_size"],
         is_master=True,
         wait_for_workers=False,
         multi_tenant=True,

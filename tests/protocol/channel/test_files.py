@@ -67,8 +67,8 @@ def test_a_file_that_ends_too_early_does_not_arrive(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path) as served:
             agent = await served.agent()
-            sender = await agent.driver._connect("127.0.0.1")
-            await sender.request("PUT 0-value 100", 5.0)
+            sender = await agent.driver._connect("127.0.0.1", "PUT 0-value 100")
+            await sender.answer(5.0)
             with pytest.raises(OSError, match="changed while it was read"):
                 await sender.send_file(io.BytesIO(b"x" * 50), 100)
             arrived = tmp_path / ".upload-0-value"

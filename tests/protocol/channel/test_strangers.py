@@ -79,17 +79,12 @@ def test_a_wrong_secret_finds_no_driver(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    "request_line", [b"AGENT x\n", b"DELETE payload\n", b"AGENT 1\nno message\n", b"PUT a b\n", b"\n"]
-)
-def test_an_agent_that_breaks_the_rules_is_dropped_and_the_others_are_served(
-    tmp_path: Path, request_line: bytes
-) -> None:
+@pytest.mark.parametrize("request_line", ["AGENT x", "DELETE payload", "AGENT 1\nno message", "PUT a b", ""])
+def test_an_agent_that_breaks_the_rules_is_dropped_and_the_others_are_served(tmp_path: Path, request_line: str) -> None:
     async def main() -> None:
         async with serving(tmp_path) as served:
             agent = await served.agent()
-            other = await served.driver()._connect("127.0.0.1")
-            other.write(request_line)
+            other = await served.driver()._connect("127.0.0.1", request_line)
             async with asyncio.timeout(60):
                 with contextlib.suppress(OSError, MessageError):
                     while await other.read_line(60.0):
