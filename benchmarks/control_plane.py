@@ -136,7 +136,6 @@ async def be_agent(task: int, config: dict[str, Any], started: dict[int, float])
             if message.first_rank == 0:
                 connection.send(messages.Reached("bound", {"port": 1}), 0)
         elif isinstance(message, messages.Go):
-            connection.send(messages.Reached("entered", {"time": time.time()}), 0)
             working = asyncio.create_task(work(task, config, connection, path))
         elif isinstance(message, messages.End | messages.Stop):
             connection.send(messages.Bye())

@@ -168,7 +168,9 @@ def wait_until_gone(marker: str, timeout: float = ORPHAN_TIMEOUT) -> list[int]:
 def is_alive(pid: int) -> bool:
     """Returns False for a process that has exited, also if its parent has not collected its status."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        state, *_, threads = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:18]
+        # The first thread becomes a zombie before the others have ended, and so before the parent may collect it.
+        return state not in "ZX" or int(threads) > 1
     except OSError:
         return False
 

@@ -66,13 +66,14 @@ def in_thread(action: Callable[[], T], name: str = "rankzero-engine") -> Future[
     return future
 
 
-async def reply_of(future: Future[T], seconds: float | None = None) -> T:
+async def reply_of(future: Future[T], seconds: float | None = None, *, at_once: float = AT_ONCE) -> T:
     """Returns the result of a thread to a coroutine, or raises its exception.
 
+    The loop stands still for ``at_once`` seconds at most: 0 for what is called often and may take longer.
     Raises TimeoutError if the thread has not finished within ``seconds``; it continues, as after a cancellation.
     """
     with contextlib.suppress(TimeoutError):
-        return future.result(AT_ONCE)
+        return future.result(at_once)
     loop, done = asyncio.get_running_loop(), asyncio.Event()
 
     def wake(_: object) -> None:

@@ -108,7 +108,7 @@ def test_a_run_whose_driver_has_died_on_this_machine_has_failed_however_long_ago
         directory.write_status(status)
 
 
-@pytest.mark.parametrize(("name", "text"), [("job.json", '{"format": 1}'), ("job.json", "[]"), ("status.json", "none")])
+@pytest.mark.parametrize(("name", "text"), [("job.json", '{"format": 1}'), ("job.json", "[]"), ("status.json", "{}")])
 def test_what_somebody_else_has_written_hides_no_other_run(
     run: RunHandle[float], tmp_path: Path, name: str, text: str
 ) -> None:

@@ -103,7 +103,7 @@ def test_a_damaged_run_is_named_and_stays(store: Path, caplog: pytest.LogCapture
     for name, file in (("torn", "job.json"), ("lost", "status.json")):
         shutil.copytree(store / "digits-1", store / name)
         path = job_file(store / name) if file == "job.json" else folder_of(store / name) / file
-        path.write_text('{"run_id": ')
+        path.write_text('{"run_id": }')
     listed = strict(rankzero("runs", "--json").stdout)
     assert {"torn", "lost"}.isdisjoint(str(one["id"]) for one in listed)
     assert "torn cannot be read: RunNotFoundError: the job was written" in caplog.text

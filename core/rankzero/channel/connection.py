@@ -187,7 +187,7 @@ class Connection:
         """Sends an open file of this size, and its sha256; closes the file. Raises OSError if it has another size."""
         digest, thread = hashlib.sha256(), ActionThread("rankzero-files")
         try:
-            while size and (data := await reply_of(thread.submit(partial(file.read, min(size, CHUNK))))):
+            while size and (data := await reply_of(thread.submit(partial(file.read, min(size, CHUNK))), at_once=0)):
                 size -= len(data)
                 digest.update(data)
                 self.write(data)
@@ -204,7 +204,7 @@ class Connection:
         """Receives a file of this size. Raises OSError, and leaves no file, if it cannot be written or is damaged."""
         digest, thread, timeout = hashlib.sha256(), ActionThread("rankzero-files"), bounds.CONNECTION_LOST_AFTER()
         try:
-            file: IO[bytes] = await reply_of(thread.submit(lambda: open(path, "wb")))
+            file: IO[bytes] = await reply_of(thread.submit(lambda: open(path, "wb")), at_once=0)
             try:
                 while size:
                     async with asyncio.timeout(timeout):
@@ -213,10 +213,10 @@ class Connection:
                         raise ChannelError("the connection was closed before the end of the file")
                     size -= len(data)
                     digest.update(data)
-                    await reply_of(thread.submit(partial(file.write, data)))
+                    await reply_of(thread.submit(partial(file.write, data)), at_once=0)
             finally:
                 # A file server may report a full disk only now.
-                await reply_of(thread.submit(file.close))
+                await reply_of(thread.submit(file.close), at_once=0)
             if await self.read_line(timeout) != digest.hexdigest():
                 raise ChannelError("the file was damaged on its way")
         except BaseException:

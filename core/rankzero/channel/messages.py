@@ -227,7 +227,7 @@ class Transfer(Message):
 
 @dataclass(frozen=True)
 class Assign(Message):
-    """The ranks of an agent, and what it needs to start them.
+    """The ranks of an agent, and what it needs to start them. Rank 0 gets it, too, so that it binds before its `Start`.
 
     Attributes:
         run_directory: The submission's folder; ``run_token`` is the text of the file ``driver`` in it.

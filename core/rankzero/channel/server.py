@@ -145,7 +145,7 @@ class Server:
             return
         try:
             opened = in_thread(lambda: (store.size(location), store.open_read(location)), "rankzero-files")
-            size, file = await reply_of(opened)
+            size, file = await reply_of(opened, at_once=0)
         # Drivers of object stores raise exceptions of their own types. The agent receives any of them as text.
         except Exception as error:
             connection.write(_answer(f"{location}: {type(error).__name__}: {error}"))

@@ -222,9 +222,9 @@ class HangWatch:
         self._has_reported = False
 
     def begin(self, now: float) -> None:
-        """Starts the clocks, since every rank has started. A rank without heartbeats has some time to reach rank 0."""
-        for rank in self._ranks:
-            self._progress.setdefault(rank, (-1, now + bounds.MEET_TIMEOUT()))
+        """Starts the clocks, once a rank has begun. A rank without heartbeats has some time to begin, too."""
+        for rank in self._ranks - self._progress.keys():
+            self._progress[rank] = -1, now + bounds.MEET_TIMEOUT()
 
     def on_beat(self, rank: int, progress: int, now: float) -> None:
         """Records a rank's progress counter. One of a rank that has returned shows only that it is alive."""
@@ -264,7 +264,7 @@ class HangWatch:
             why = f"{name_ranks(self._remaining)} waited for {RETURNED_HANG():g} s in a collective that never ends"
             must = "a training must call every collective in every rank equally often"
             return f"{returned} returned, and {why} without {returned}: {must}", sorted(self._returned)
-        if bound is None:
+        if bound is None or not self._progress:
             return None
         if not self._remaining:
             silent = [rank for rank in sorted(self._ranks - self._facts.over) if now - self._beats[rank] > bound]

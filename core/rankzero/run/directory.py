@@ -229,7 +229,7 @@ class Submission:
         return replace(status, heartbeat=job.created if data is None else 0.0, metrics=job.metrics)
 
     def write_status(self, status: RunStatus) -> None:
-        """Replaces the status, as the submission's driver alone may. It is not worth an fsync: the end is durable."""
+        """Replaces the status, as the submission's driver alone may. No fsync: the end is durable."""
         store.write_bytes(self.path("status.json"), status.to_json())
 
     def end(self) -> RunStatus | None:

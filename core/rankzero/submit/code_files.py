@@ -169,8 +169,7 @@ class Modules:
 
 def _roots(source: code.Source, first: str | None) -> set[str]:
     """Returns the top-level names that code imports, and those that a text in it begins with."""
-    named = {text.partition(".")[0] for text in source.texts}
-    named = named & code.top_level_names(first) if len(named) > 20 else named  # It takes as long as 20 searches
+    named = {text.partition(".")[0] for text in source.texts} & code.top_level_names(first)
     # Any folder has the name of a module without a file.
     named = {root for root in named if (spec := code.spec_of(root, first)) and spec.origin}
     return named | {name.partition(".")[0] for name in source.imports}

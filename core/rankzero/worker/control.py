@@ -134,7 +134,7 @@ class Control:
     def expect(self, kind: type[M]) -> M:
         """Waits for a message of this kind; others, which may overtake it, are kept for later.
 
-        An agent that still fetches files of its ranks receives `Go` when rank 0 is ready, and so before they start.
+        An agent that still fetches files of its ranks receives `Go` when rank 0 has bound, and so before they start.
         """
         for message in self._early:
             if isinstance(message, kind):

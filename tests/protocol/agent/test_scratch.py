@@ -43,7 +43,6 @@ hold.hold(json.loads(sys.argv[1]))
 
 CONFIG = {
     "use_gpu": False,
-    "ports": None,
     "grace": 1.0,
     "exit_timeout": 5.0,
     "connect_timeout": BOUND,
