@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 0.003  # Seconds in which most threads reply; for that long a loop stands still, since its detour takes longer
+AT_ONCE = 0.005  # Seconds in which most threads reply; for that long a loop stands still, since its detour takes longer
 
 T = TypeVar("T")
 

@@ -66,9 +66,9 @@ def _find(name: str, places: tuple[str, ...] | None) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def top_level_names(first: str | None = None) -> frozenset[str]:
-    """Returns every name that may be a top-level module's, since `spec_of` takes too long to ask for any text."""
+    """Returns every name that may be a user's top-level module's: `spec_of` takes too long to ask for any text."""
     names = set(sys.modules)
-    for place in {first or "", *sys.path}:
+    for place in filter(lambda place: is_user_file(os.path.abspath(f"{place or '.'}/_")), {first or "", *sys.path}):
         with contextlib.suppress(OSError):
             names.update(name.partition(".")[0] for name in os.listdir(place or "."))
     return frozenset(names)
