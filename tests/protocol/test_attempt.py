@@ -196,6 +196,16 @@ def test_an_agent_that_dies_after_the_success_does_not_end_the_others(play: Call
     assert list(RunHandle.attach(played.directory).logs(rank=0))[-1] == "the last line"
 
 
+def test_ranks_that_never_begin_behind_the_rendezvous_end_the_start(play: Callable[..., Played]) -> None:
+    async def fetch(agent: Agent) -> None:
+        await agent.expect(messages.Assign)
+        agent.send(Reached("bound", {"port": 1}), Reached("ready"))
+        await agent.expect(Stop)
+        await agent.leave()
+
+    assert "no rank has begun" in str(play(fetch, start_timeout=2.0, hang_timeout=1.0).error)
+
+
 def test_samples_of_a_host_do_not_delay_the_end_of_a_run_whose_rank_cannot_be_reaped(
     play: Callable[..., Played],
 ) -> None:

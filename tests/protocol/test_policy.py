@@ -202,7 +202,7 @@ def test_what_is_waited_for_is_said(slots: int, least: int, most: int, words: st
     [
         ([1, 2, 3], [], "1 of 4 tasks have started, not tasks 1-3 (are its slots in use?)"),
         ([], [2], "every task has started, but rank 2 still imports torch"),
-        ([], [], "every task has started, but rank 0 opens no rendezvous"),
+        ([], [], "every task has started, but no rank has begun"),
     ],
 )
 def test_why_an_attempt_has_not_started_is_said(tasks: list[int], ranks: list[int], words: str) -> None:

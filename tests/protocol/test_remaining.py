@@ -131,7 +131,6 @@ def watched() -> HangWatch:
 
 def test_a_rank_without_heartbeats_hangs_from_the_start_on() -> None:
     watch = HangWatch(Facts(2, ""))
-    assert not watch.find(2 * BOUND, BOUND), "ranks that still get their files hang"
     watch.begin(5.0)
     watch.on_beat(0, 1, 6.0)
     # Until then it may be looking for rank 0.

@@ -30,7 +30,7 @@ class Agents:
 
     Attributes:
         members: The agents that have joined, by task.
-        is_bound: True once rank 0 has bound the port at which the ranks meet.
+        is_bound, has_begun: True once rank 0 has bound the port at which the ranks meet, and once a rank has entered.
         served: Locations of the files that agents may fetch, by name.
         heard_at: Monotonic time of the last message that shows that ranks or their agents still work.
         is_stopping: True once the agents were asked to stop before the training had succeeded.
@@ -56,7 +56,7 @@ class Agents:
         self.members: dict[int, Member] = {}
         self.facts: Facts = storage.facts
         self.hangs = HangWatch(self.facts)
-        self.is_bound = self.is_stopping = self.is_leaving = self._one_host = False
+        self.is_bound = self.has_begun = self.is_stopping = self.is_leaving = self._one_host = False
         self.heard_at = time.monotonic()
         self.served = {name: file["location"] for name, file in job.files.items()}
         executed = {"payload.pkl", "modules.zip", "code.zip"} & job.files.keys()
@@ -219,8 +219,8 @@ class Agents:
                 if phase == "returned":
                     self.hangs.on_return(rank, time.monotonic())
                 else:
-                    self.hangs.begin(now := time.monotonic())
-                    self.hangs.on_beat(rank, 0, now)
+                    self.has_begun = True
+                    self.hangs.on_beat(rank, 0, time.monotonic())
                 of_rank = {"type": phase, "rank": rank, "attempt": self._number, "host": member.name}
                 self._recorder.event({**message.values, **of_rank})
             case messages.Finished() if rank in self.facts.returned:

@@ -205,9 +205,11 @@ class Attempt:
             await self._until(lambda: len(agents.members) >= agents.num_agents, self._check_start)
             agents.assign_ranks(self._resume, self._token)
             await self._until(lambda: agents.is_bound and not any(agents.missing()), self._check_start)
-            watch.started_at = watch.started_at or time.monotonic()
             recorder.note_phase("running")
             recorder.update(state="running", phase="running", started=recorder.status.started or time.time())
+            await self._until(lambda: agents.has_begun or facts.success is not None, self._check_start)
+            agents.hangs.begin(now := time.monotonic())
+            watch.started_at = watch.started_at or now
             await self._until(lambda: facts.success is not None, self._check_run)
         except _TroubleError:
             return await self._judge()
@@ -232,7 +234,6 @@ class Attempt:
         what = starting_message(self._agents.num_agents, tasks, ranks)
         self._places.recorder.note_waiting(f"waiting: {what}")
         if now > self._deadline:
-            # Rank 0 may bind after every rank has imported torch.
             missing = [f"task {task}" for task in tasks] or [f"rank {rank}" for rank in ranks] or ["rank 0"]
             why = f"the ranks did not start within start_timeout={self.job.start_timeout} s: {what}"
             to_do = "raise start_timeout of the Launcher if they are only slow"
@@ -358,5 +359,5 @@ def starting_message(num_tasks: int, missing_tasks: Sequence[int], missing_ranks
     if missing_tasks:
         started = f"{num_tasks - len(missing_tasks)} of {num_tasks} tasks have started"
         return f"{started}, not {ending.name_ranks(missing_tasks, 'task')} (are its slots in use?)"
-    what = f"{ending.name_ranks(missing_ranks)} still imports torch" if missing_ranks else "rank 0 opens no rendezvous"
+    what = f"{ending.name_ranks(missing_ranks)} still imports torch" if missing_ranks else "no rank has begun"
     return f"every task has started, but {what}"

@@ -51,7 +51,7 @@ class Watch:
         is_cancelled: True once the run must end on request.
         retrier_gone: Set once the process that would start the next try has exited, so only a present follower keeps
             the run alive.
-        started_at: Monotonic time at which every rank of an attempt had first started, from which ``timeout`` counts.
+        started_at: Monotonic time at which a rank had first begun, and all had started, from which ``timeout`` counts.
     """
 
     def __init__(self, own: Submission, recorder: Recorder, *, leased: bool) -> None:
@@ -222,9 +222,8 @@ class HangWatch:
         self._has_reported = False
 
     def begin(self, now: float) -> None:
-        """Starts the clocks, once a rank has begun. A rank without heartbeats has some time to begin, too."""
-        for rank in self._ranks - self._progress.keys():
-            self._progress[rank] = -1, now + bounds.MEET_TIMEOUT()
+        """Starts the clocks, since a rank has begun. A rank without heartbeats has some time to begin, too."""
+        self._progress |= dict.fromkeys(self._ranks - self._progress.keys(), (-1, now + bounds.MEET_TIMEOUT()))
 
     def on_beat(self, rank: int, progress: int, now: float) -> None:
         """Records a rank's progress counter. One of a rank that has returned shows only that it is alive."""
@@ -264,7 +263,7 @@ class HangWatch:
             why = f"{name_ranks(self._remaining)} waited for {RETURNED_HANG():g} s in a collective that never ends"
             must = "a training must call every collective in every rank equally often"
             return f"{returned} returned, and {why} without {returned}: {must}", sorted(self._returned)
-        if bound is None or not self._progress:
+        if bound is None:
             return None
         if not self._remaining:
             silent = [rank for rank in sorted(self._ranks - self._facts.over) if now - self._beats[rank] > bound]
