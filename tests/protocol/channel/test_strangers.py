@@ -90,7 +90,8 @@ def test_an_agent_that_breaks_the_rules_is_dropped_and_the_others_are_served(tmp
                     while await other.read_line(60.0):
                         pass
             agent.connection.send(Beat(1), 0)
-            await until(lambda: served.received.messages == [(0, 0, Beat(1))])
+            await until(lambda: served.received.messages)
+            assert served.received.messages == [(0, 0, Beat(1))]
 
     asyncio.run(main())
 
@@ -129,6 +130,7 @@ def test_agents_that_come_all_at_once_are_all_served_beside_idle_strangers(
             for agent in agents:
                 agent.connection.send(Beat(1), 0)
             await until(lambda: len(served.received.messages) == 100)
+            assert sorted(task for task, *_ in served.received.messages) == [*range(100)]
             for stranger in idle:
                 stranger.close()
 
@@ -153,6 +155,7 @@ def test_a_stranger_who_answers_is_skipped(tmp_path: Path, reply: bytes) -> None
             agent = await served.agent(driver=served.driver("127.0.0.2", "127.0.0.1"))
             agent.connection.send(Beat(1), 0)
             await until(lambda: served.received.messages)
+            assert served.received.messages == [(0, 0, Beat(1))]
             strange.close()
 
     asyncio.run(main())
